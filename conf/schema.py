@@ -1,0 +1,347 @@
+"""The whole configuration as typed dataclasses: one class per Hydra group, a docstring under every field.
+
+YAML files in the folders beside this module give the values (`conf/model/*.yaml`, ...); the classes give types, meaning,
+and what a change means to a run that resumes. Field names of `model` and `optimizer` are megatron-core's own.
+A config is what the user wrote and never changes: whatever is computed from it lives in frozen objects (`Layout`,
+`BatchPlan`). Enums and not `Literal`, which OmegaConf 2.3 refuses; their names equal their values. Not `frozen`:
+OmegaConf cannot compose into frozen classes.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+SCHEMA_VERSION = 1
+"""Written into every frozen config; a file with another number is refused with the migration to use."""
+
+
+class ResumePolicy(Enum):
+    """What happens when a resumed run's configuration differs from the saved one in a key."""
+
+    free = "free"
+    """The new value is used; the difference is printed."""
+    warn = "warn"
+    """The new value is used; the difference is printed as a warning, since results change."""
+    refuse = "refuse"
+    """The run does not start (exit 2)."""
+
+
+def key(default: Any = dataclasses.MISSING, *, resume: str = "refuse") -> Any:
+    """A dataclass field with its resume policy in the metadata; without a default the value must be given."""
+    return field(default=default, metadata={"resume": ResumePolicy(resume)})
+
+
+class Device(Enum):
+    """GPU of the cluster."""
+
+    auto = "auto"
+    """Use the GPUs that NVML shows on this machine; without any, the CPU."""
+    none = "none"
+    """Train on the CPU over gloo, also where GPUs are present."""
+    h100 = "h100"
+    h200 = "h200"
+    b200 = "b200"
+    gb200 = "gb200"
+
+
+class DataSource(Enum):
+    """Where the training text comes from."""
+
+    python_stdlib = "python_stdlib"
+    mock = "mock"
+
+
+class Normalization(Enum):
+    """Normalisation layer, by megatron-core's names."""
+
+    RMSNorm = "RMSNorm"
+    LayerNorm = "LayerNorm"
+
+
+class Activation(Enum):
+    """Activation of the MLP; with `gated_linear_unit` silu becomes SwiGLU and gelu GEGLU."""
+
+    silu = "silu"
+    gelu = "gelu"
+
+
+class PositionEmbedding(Enum):
+    """Position embedding, by megatron-core's names."""
+
+    rope = "rope"
+    learned_absolute = "learned_absolute"
+
+
+class DType(Enum):
+    """Number format of parameters, activations and communication."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+class Fp8Format(Enum):
+    """FP8 formats, by megatron-core's names: e4m3 everywhere, or hybrid with e5m2 for gradients."""
+
+    e4m3 = "e4m3"
+    hybrid = "hybrid"
+
+
+class Fp8Recipe(Enum):
+    """Scaling recipe, by megatron-core's names."""
+
+    delayed = "delayed"
+
+
+class AmaxComputeAlgo(Enum):
+    """How delayed scaling reads the amax history."""
+
+    max = "max"
+    most_recent = "most_recent"
+
+
+class LrDecayStyle(Enum):
+    """Learning-rate curve after the warm-up."""
+
+    constant = "constant"
+    cosine = "cosine"
+
+
+class ResumeMode(Enum):
+    """Whether a run continues from its own newest committed checkpoint."""
+
+    auto = "auto"
+    """Continue if there is one, else start at step 0 and say so."""
+    must = "must"
+    """Refuse to start without one."""
+    never = "never"
+    """Refuse to start if there is one: a new run wants a new folder."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Run:
+    """The run itself: its name, folder and seed."""
+
+    name: str = key(resume="free")
+    """Name of the run, shown in tables and used in the default folder."""
+    dir: str = key(resume="free")
+    """Folder of the run; one folder is one run, and its one writer holds a lock."""
+    seed: int = key(resume="refuse")
+    """Seed of weights, dropout and data order; at least 1."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Model:
+    """The GPT decoder, by megatron-core's field names."""
+
+    num_layers: int = key()
+    """Transformer layers."""
+    hidden_size: int = key()
+    """Width of the residual stream."""
+    ffn_hidden_size: int = key()
+    """Width of the MLP; with `gated_linear_unit` of each of its two halves."""
+    num_attention_heads: int = key()
+    """Query heads."""
+    num_query_groups: int = key()
+    """Key/value heads (grouped-query attention); `num_attention_heads` for plain multi-head attention."""
+    kv_channels: int = key()
+    """Width of one head."""
+    vocab_size: int = key()
+    """Entries of the vocabulary before padding; a trained tokenizer gets this size."""
+    make_vocab_size_divisible_by: int = key()
+    """The embedding is padded up to a multiple of this, and of nothing else, so that its shape is the same in every
+    layout and a checkpoint fits all of them."""
+    max_position_embeddings: int = key()
+    """Longest sequence; the table's length with learned positions."""
+    position_embedding_type: PositionEmbedding = key()
+    """Rotary or learned absolute positions."""
+    rotary_base: int = key()
+    """Base of the rotary frequencies (theta)."""
+    normalization: Normalization = key()
+    """RMSNorm or LayerNorm."""
+    layernorm_epsilon: float = key()
+    """Epsilon of every normalisation."""
+    activation_func: Activation = key()
+    """Activation of the MLP."""
+    gated_linear_unit: bool = key()
+    """Gate the MLP (SwiGLU with silu)."""
+    add_bias_linear: bool = key()
+    """Biases in the linear layers of attention and MLP."""
+    add_qkv_bias: bool = key()
+    """A bias in the QKV projection even without `add_bias_linear`."""
+    qk_layernorm: bool = key()
+    """Normalise queries and keys per head."""
+    share_embeddings_and_output_weights: bool = key()
+    """Tie the input embedding to the output layer."""
+    hidden_dropout: float = key(resume="warn")
+    """Dropout on the residual stream."""
+    attention_dropout: float = key(resume="warn")
+    """Dropout on attention weights."""
+    init_method_std: float = key()
+    """Standard deviation of the initial weights; output projections use it divided by sqrt(2 * num_layers)."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Parallel:
+    """How the model and the batch are split over ranks."""
+
+    tp: int = key(resume="free")
+    """Tensor parallelism (megatron-core: tensor_model_parallel_size)."""
+    sp: bool = key(resume="free")
+    """Sequence parallelism (megatron-core: sequence_parallel): norms and dropout split over the TP ranks."""
+    pp: int = key(resume="free")
+    """Pipeline parallelism (megatron-core: pipeline_model_parallel_size)."""
+    use_distributed_optimizer: bool = key(resume="free")
+    """Shard optimizer state and main weights over the data-parallel ranks (ZeRO-1)."""
+    overlap_grad_reduce: bool = key(resume="free")
+    """Reduce gradients while the backward pass still runs."""
+    overlap_param_gather: bool = key(resume="free")
+    """Gather updated parameters while the forward pass already runs; needs the distributed optimizer."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Precision:
+    """Number formats."""
+
+    dtype: DType = key(resume="warn")
+    """Format of parameters and activations; the optimizer's main weights are fp32 always."""
+    grad_reduce_in_fp32: bool = key(resume="warn")
+    """Accumulate and reduce gradients in fp32."""
+    fp8: Fp8Format | None = key(resume="warn")
+    """FP8 format of the GEMMs of the transformer layers; null for none. Needs Transformer Engine and an FP8 GPU."""
+    fp8_recipe: Fp8Recipe = key(resume="warn")
+    """How FP8 scales are found."""
+    fp8_margin: int = key(resume="warn")
+    """Delayed scaling: scales are divided by 2**margin."""
+    fp8_amax_history_len: int = key(resume="warn")
+    """Delayed scaling: steps of history."""
+    fp8_amax_compute_algo: AmaxComputeAlgo = key(resume="warn")
+    """Delayed scaling: how the history is read."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Data:
+    """Text, tokenizer and batches."""
+
+    source: DataSource = key()
+    """Where the text comes from."""
+    seq_length: int = key()
+    """Tokens of one sample."""
+    micro_batch_size: int = key(resume="free")
+    """Samples of one forward pass on one data-parallel rank."""
+    global_batch_size: int = key(resume="warn")
+    """Samples of one optimizer step over all data-parallel ranks."""
+    cache_dir: str = key(resume="free")
+    """Folder of tokenised corpora and sample indices, shared by runs and built once under a lock."""
+    vocab_size: int = key()
+    """Entries of the tokenizer that is trained on the corpus, special tokens included."""
+    split: list[float] = field(metadata={"resume": ResumePolicy.refuse})
+    """Shares of the documents for training, validation and test; any scale, [98, 1, 1] reads as 98%, 1%, 1%."""
+    num_workers: int = key(resume="free")
+    """Loader processes per rank; 0 loads in the training process."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Optimizer:
+    """Adam with decoupled weight decay, by megatron-core's field names."""
+
+    lr: float = key(resume="warn")
+    """Peak learning rate."""
+    min_lr: float = key(resume="warn")
+    """Learning rate at the end of the decay."""
+    weight_decay: float = key(resume="warn")
+    """Decoupled weight decay; norms and biases have none."""
+    adam_beta1: float = key(resume="warn")
+    """Decay of the first moment."""
+    adam_beta2: float = key(resume="warn")
+    """Decay of the second moment."""
+    adam_eps: float = key(resume="warn")
+    """Added to the root of the second moment."""
+    clip_grad: float = key(resume="warn")
+    """Largest global gradient norm; 0 switches clipping off."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Schedule:
+    """How long, how fast, and when to evaluate. All counts are optimizer steps."""
+
+    train_iters: int = key(resume="free")
+    """Optimizer steps of the whole run, counted from step 0 of the first attempt."""
+    lr_warmup_iters: int = key(resume="warn")
+    """Linear warm-up: update k (from 1) uses lr * k / lr_warmup_iters, so the first update already moves."""
+    lr_decay_style: LrDecayStyle = key(resume="warn")
+    """Curve after the warm-up."""
+    lr_decay_iters: int | None = key(resume="warn")
+    """Step at which `optimizer.min_lr` is reached; null for `train_iters`."""
+    eval_interval: int = key(resume="free")
+    """Evaluate every this many steps and at the end; 0 never evaluates."""
+    eval_iters: int = key(resume="free")
+    """Global batches of one evaluation; 0 never evaluates."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Checkpoint:
+    """When checkpoints are written, how many stay, and what a start loads."""
+
+    save_interval: int = key(resume="free")
+    """Save every this many steps; the last step is saved always. 0 saves at the end alone."""
+    keep_last: int = key(resume="free")
+    """Committed checkpoints that stay on disk; at least 1."""
+    resume: ResumeMode = key(resume="free")
+    """Continue from this run's own newest committed checkpoint."""
+    load: str | None = key(resume="free")
+    """Folder of another run, or of one checkpoint, that a run without own checkpoints starts from."""
+    load_step: int | None = key(resume="free")
+    """Load exactly this step instead of the newest."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Resilience:
+    """What the run does about trouble."""
+
+    distributed_timeout_seconds: int = key(resume="free")
+    """A collective that takes longer ends the run; keep it above the longest save or data build."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Telemetry:
+    """What a person sees."""
+
+    log_interval: int = key(resume="free")
+    """Steps between two lines where there is no terminal; metrics.jsonl has every step always."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Cluster:
+    """The machines."""
+
+    nodes: int = key(resume="free")
+    """Machines of the run; `train` starts ranks itself on one only."""
+    gpus_per_node: int = key(resume="free")
+    """Ranks per machine, one per GPU; on the CPU simply ranks."""
+    ranks: int | None = key(resume="free")
+    """World size; null for nodes * gpus_per_node."""
+    gpu: Device = key(resume="free")
+    """Which GPU the machines have; FP8 recipes and MFU are judged against it."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Config:
+    """Everything one run is told."""
+
+    run: Run
+    model: Model
+    parallel: Parallel
+    precision: Precision
+    data: Data
+    optimizer: Optimizer
+    schedule: Schedule
+    checkpoint: Checkpoint
+    resilience: Resilience
+    telemetry: Telemetry
+    cluster: Cluster
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the whole run."""
+        return self.cluster.ranks or self.cluster.nodes * self.cluster.gpus_per_node
