@@ -1,0 +1,32 @@
+"""What must happen in a process before megatron-core is imported. Import this module first, call `prepare`, then go on.
+
+Every other module of `parallel/mcore` imports megatron-core at its top, so `run` imports them after `prepare`.
+"""
+
+import logging
+import sys
+import warnings
+
+import torch
+
+from shardwright.parallel.mcore import cpu_device
+
+
+def prepare(device: str, local_rank: int = 0) -> torch.device:
+    """Make this process ready for megatron-core on `device` ("cpu" or "cuda"); every rank calls it once.
+
+    On the CPU Transformer Engine is hidden: it imports without a GPU, and megatron-core would then take its Adam, which
+    refuses to run there.
+
+    Returns:
+        The torch device of this rank.
+    """
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"megatron\..*|torch\.distributed.*")
+    if device == "cuda":
+        torch.cuda.set_device(local_rank)
+        return torch.device("cuda", local_rank)
+    for name in ("transformer_engine", "transformer_engine_torch", "apex"):
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+    cpu_device.enable()
+    return torch.device("cpu")

@@ -1,0 +1,76 @@
+"""Process groups: torch.distributed and megatron-core's groups for one `Layout`, and the seeds that belong to them."""
+
+import random
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from shardwright.parallel.layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """All process groups of a run."""
+
+    model: ProcessGroupCollection
+    """megatron-core's groups, one for each axis of the layout."""
+    control: dist.ProcessGroup
+    """The whole world over gloo, for decisions on the CPU that must not wait for the GPU."""
+
+
+def start(layout: Layout, device: torch.device, rank: int, timeout_seconds: int, store: dist.Store) -> Groups:
+    """Start torch.distributed and build every group of the layout; every rank calls it once.
+
+    Args:
+        layout: sizes of all axes.
+        device: this rank's device; NCCL on CUDA, gloo on the CPU.
+        rank: global rank.
+        timeout_seconds: after this long a collective that does not finish ends the process.
+        store: where the ranks meet.
+
+    Collective: builds groups over the whole world.
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+    dist.init_process_group(
+        backend="nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=layout.world_size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        distributed_timeout_minutes=max(1, timeout_seconds // 60),
+        create_gloo_process_groups=True,
+    )
+    world = dist.group.WORLD
+    assert world is not None
+    control = dist.new_group(backend="gloo", timeout=timeout) if device.type == "cuda" else world
+    return Groups(ProcessGroupCollection.use_mpu_process_groups(), control)
+
+
+def seed_everything(seed: int, layout: Layout, rank: int) -> None:
+    """Seed Python, numpy and torch as megatron-core's training does: pipeline stages differ, data-parallel replicas
+    agree, tensor-parallel ranks differ only inside the tracker's tensor-parallel state.
+    """
+    seed += 100 * layout.coordinates(rank).pp
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def stop() -> None:
+    """Leave after a run that ended well; on an error nobody calls this, since it would wait for the others."""
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()

@@ -1,0 +1,69 @@
+"""Loading a checkpoint runs nothing that the checkpoint says: every place that unpickles is restricted.
+
+torch's distributed checkpoint unpickles its `.metadata` (filesystem.py, `FileSystemReader.read_metadata`) and every byte
+entry (default_planner.py, `load_bytes`) without restriction, and megatron-core reads its common state through the same
+path. `harden` replaces the first by an unpickler with a narrow allow-list and the second by `weights_only=True`.
+"""
+
+import io
+import pickle
+import types
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import default_planner, filesystem
+
+_METADATA_NAMES = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata",
+        "MetadataIndex",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "_MEM_FORMAT_ENCODING",
+        "StorageMeta",
+    },
+    "torch.distributed.checkpoint.planner": {
+        "SavePlan",
+        "WriteItem",
+        "WriteItemType",
+        "TensorWriteData",
+        "BytesIOWriteData",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "collections": {"OrderedDict", "defaultdict"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch._C": {"_get_layout"},
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},
+}
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """Unpickles what a legitimate `.metadata` holds; any other global is refused by name."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in _METADATA_NAMES.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"the checkpoint's .metadata wants to import {module}.{name}: refused")
+
+
+def _load_bytes(self: Any, read_item: Any, value: io.BytesIO) -> None:
+    loaded = torch.load(value, weights_only=True)
+    if self.flatten_state_dict:
+        default_planner.set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
+    else:
+        self.state_dict[read_item.dest_index.fqn] = loaded
+
+
+def harden() -> None:
+    """Restrict every load of this process; idempotent, called before the first one."""
+    restricted = types.ModuleType("pickle_restricted")
+    restricted.__dict__.update(pickle.__dict__)
+    restricted.__dict__["load"] = lambda file, **_: MetadataUnpickler(file).load()
+    filesystem.pickle = restricted  # type: ignore[attr-defined]
+    torch.serialization.add_safe_globals([io.BytesIO])
+    default_planner.DefaultLoadPlanner.load_bytes = _load_bytes  # type: ignore[method-assign]

@@ -1,0 +1,94 @@
+"""The bytes of a checkpoint: sharded weights, optimizer state and RNG through megatron-core's dist_checkpointing.
+
+Policy (folders, commit, retention, what to resume from) lives in `pretrain/checkpoint.py`; here is only what needs
+megatron-core. The optimizer's format is `fully_reshardable`, which loads in any other layout.
+"""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+from shardwright.parallel.mcore import safe_load
+from shardwright.parallel.mcore.engine import Engine
+
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+
+
+def save(engine: Engine, folder: Path) -> None:
+    """Write this rank's shards into `folder`, which exists and is empty.
+
+    Collective: every rank calls it; returns when all ranks have written and synced their files.
+    """
+    engine.gather_parameters()
+    # one manager process for the writers' results, forked: spawning one costs seconds per run
+    filesystem_async.get_write_results_queue("fork")
+    strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(), engine.groups.dp_cp)
+    dist_checkpointing.save(
+        _sharded_state(engine, is_loading=False, with_rng=True),
+        str(folder),
+        sharded_strategy=strategy,
+        content_metadata=dict(_METADATA),
+    )
+
+
+def load(engine: Engine, folder: Path, *, with_rng: bool) -> None:
+    """Load weights and optimizer state of any layout; RNG states too where the layout is the same.
+
+    Args:
+        engine: a newly built engine.
+        folder: a committed checkpoint.
+        with_rng: restore every rank's RNG; only for the layout that saved it.
+
+    Collective: every rank calls it.
+    """
+    safe_load.harden()
+    state = dist_checkpointing.load(_sharded_state(engine, is_loading=True, with_rng=with_rng), str(folder))
+    engine.model.module.load_state_dict(state["model"], strict=True)
+    engine.optimizer.load_state_dict(state["optimizer"])
+    if with_rng:
+        set_rng_state(state["rng"])
+
+
+def _sharded_state(engine: Engine, *, is_loading: bool, with_rng: bool) -> dict[str, Any]:
+    model = engine.model.module.sharded_state_dict(metadata=dict(_METADATA))
+    optimizer = engine.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=dict(_METADATA))
+    state = {"model": model, "optimizer": optimizer}
+    if with_rng:
+        state["rng"] = ShardedObject("rng", get_rng_state(), (dist.get_world_size(),), (dist.get_rank(),))
+    return state
+
+
+def get_rng_state() -> dict[str, Any]:
+    """State of every generator of this rank, of tensors and plain numbers only (loadable with weights_only)."""
+    version, internal, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": [version, list(internal), gauss],
+        "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(),
+        "tracker": {
+            name: state.get_state() if isinstance(state, torch.Generator) else state
+            for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items()
+        },
+    }
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Restore what `get_rng_state` returned."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    torch.cuda.set_rng_state(state["cuda"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])

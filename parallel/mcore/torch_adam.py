@@ -1,0 +1,52 @@
+"""Faults of megatron-core 0.19.2 wherever neither Transformer Engine nor apex supplies Adam, mended in one place.
+
+torch's Adam keeps `step` as a tensor inside its per-parameter state. The distributed optimizer of 0.19.2
+
+1. reads that state when it saves or loads, also before the first step, when it does not exist yet (assertion,
+   distrib_optimizer.py:839): `create_state` makes what the first step would make;
+2. does not supply `step` when it loads a fully reshardable checkpoint (KeyError, :1223), and
+3. hands all parameters ONE `step` tensor after a load (~:1046), so that one update adds N to it and a resumed run
+   silently diverges: `mend` gives each parameter its own.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+
+def create_state(optimizer: Any) -> None:
+    """Create the state of every torch Adam inside a megatron-core optimizer, as its first step would."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = getattr(part, "optimizer", None)
+        if not isinstance(inner, torch.optim.Adam):  # AdamW is one too; other optimizers make their own
+            continue
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                if not inner.state[parameter]:
+                    inner.state[parameter].update(
+                        step=torch.tensor(0.0),
+                        exp_avg=torch.zeros_like(parameter),
+                        exp_avg_sq=torch.zeros_like(parameter),
+                    )
+
+
+def mend() -> None:
+    """Mend loading; idempotent, harmless with Transformer Engine's Adam, whose step is a number of the group."""
+    if getattr(DistributedOptimizer, "_torch_adam_mended", False):
+        return
+    set_states, load = DistributedOptimizer._set_main_param_and_optimizer_states, DistributedOptimizer.load_state_dict
+
+    def set_states_with_step(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, Any]) -> None:
+        tensors.setdefault("step", None)
+        set_states(self, model_param, tensors)
+
+    def load_with_own_steps(self: Any, state_dict: dict[str, Any]) -> None:
+        load(self, state_dict)
+        for state in self.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].clone()
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_states_with_step
+    DistributedOptimizer.load_state_dict = load_with_own_steps
+    DistributedOptimizer._torch_adam_mended = True

@@ -1,0 +1,76 @@
+"""What the `start` event tells: what runs, where, in which numbers, by which kernels. Plain JSON values."""
+
+import socket
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwright.parallel.mcore.engine import Engine
+from shardwright.pretrain.plan import Plan
+from shardwright.pretrain.rank import RankContext
+
+_MODEL_FIELDS = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "vocab_size",
+)
+
+
+def rank_map(plan: Plan, device: torch.device) -> list[list[Any]]:
+    """Rows [rank, tp, cp, dp, pp, host, device] of all ranks.
+
+    Collective: all-gather over the world; every rank calls it.
+    """
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    places: list[Any] = [None] * plan.layout.world_size
+    dist.all_gather_object(places, (socket.gethostname(), name))
+    rows = []
+    for rank, (host, kind) in enumerate(places):
+        at = plan.layout.coordinates(rank)
+        rows.append([rank, at.tp, at.cp, at.dp, at.pp, host, kind])
+    return rows
+
+
+def describe(
+    context: RankContext, plan: Plan, engine: Engine, ranks: list[list[Any]], step: int
+) -> dict[str, Any]:
+    """Data of the `start` event of a run that starts at `step`."""
+    config, layout, batch = plan.config, plan.layout, plan.batch
+    precision = config.precision
+    fp8 = {} if precision.fp8 is None else {"fp8": precision.fp8.value, "fp8_recipe": precision.fp8_recipe.value}
+    return {
+        "run": {"name": config.run.name, "dir": str(context.folder.path), "attempt": context.attempt.number},
+        "model": {name: getattr(config.model, name) for name in _MODEL_FIELDS},
+        "parameters": plan.parameters,
+        "layout": {
+            "world_size": layout.world_size,
+            "tp": layout.tp,
+            "pp": layout.pp,
+            "cp": layout.cp,
+            "dp": layout.dp,
+            "sp": config.parallel.sp,
+            "rank_map": ranks,
+        },
+        "precision": {
+            "dtype": precision.dtype.value,
+            "gradients": "fp32" if precision.grad_reduce_in_fp32 else precision.dtype.value,
+            **fp8,
+        },
+        "kernels": engine.kernels(),
+        "memory": engine.memory(),
+        "param_groups": engine.parameter_groups(),
+        "data": {
+            "source": config.data.source.value,
+            "seq_length": config.data.seq_length,
+            "micro_batch_size": batch.micro_batch_size,
+            "num_microbatches": batch.num_microbatches,
+            "global_batch_size": batch.global_batch_size,
+        },
+        "train_iters": config.schedule.train_iters,
+        "first_step": step,
+        "tokens_per_step": batch.tokens_per_step,
+    }

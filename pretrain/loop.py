@@ -1,0 +1,124 @@
+"""The loop: one screen, nothing hidden. Every rank runs it; all decisions in it are the same on all ranks.
+
+Step s of the file names is the state after s optimizer steps; update k (from 1) turns step k-1 into step k.
+"""
+
+import math
+import resource
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwright.parallel.mcore.engine import Batch, Engine, StepResult
+from shardwright.pretrain import checkpoint
+from shardwright.pretrain.checkpoint import TrainerState
+from shardwright.pretrain.faults import TrainingFault
+from shardwright.pretrain.plan import Plan, peak_flops
+from shardwright.pretrain.rank import RankContext
+from shardwright.pretrain.schedule import learning_rate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """What the loop works with; built by `run`."""
+
+    context: RankContext
+    plan: Plan
+    engine: Engine
+    training_batches: Iterator[list[Batch]]
+    evaluation_batches: Callable[[], Iterator[list[Batch]]]
+    """The first `eval_iters` global batches of the validation split, anew at every call."""
+
+    def train(self, state: TrainerState) -> tuple[str, TrainerState]:
+        """Train from `state` to the last step, or to a stop request.
+
+        Returns:
+            "done" or "stopped", and where the run stands; in both cases that state is saved.
+
+        Raises:
+            TrainingFault: a loss or gradient norm that is not finite, on all ranks alike, before anything is saved.
+        """
+        config, schedule = self.context.config, self.context.config.schedule
+        saved_step, stopped = state.step, False
+        while state.step < schedule.train_iters and not stopped:
+            started, update = time.monotonic(), state.step + 1
+            lr = learning_rate(update, schedule, config.optimizer)
+            result = self.engine.train_step(next(self.training_batches), lr, config.optimizer.weight_decay)
+            self._refuse_non_finite(result, update)
+            state = state.after_step(self.plan.batch.global_batch_size, result.num_tokens)
+            self._report(state, result, lr, time.monotonic() - started)
+            stopped = self._any_rank_wants_to_stop()
+            last = state.step == schedule.train_iters or stopped
+            if self._due(schedule.eval_interval, state.step, last and not stopped) and schedule.eval_iters:
+                self._evaluate(state)
+            if self._due(config.checkpoint.save_interval, state.step, last):
+                self._save(state)
+                saved_step = state.step
+        assert saved_step == state.step, "the last step was not saved"
+        return ("stopped" if state.step < schedule.train_iters else "done"), state
+
+    @staticmethod
+    def _due(interval: int, step: int, last: bool) -> bool:
+        return last or (interval > 0 and step % interval == 0)
+
+    def _refuse_non_finite(self, result: StepResult, update: int) -> None:
+        for name, value in (("loss", result.loss), ("gradient norm", result.grad_norm)):
+            if not math.isfinite(value):
+                raise TrainingFault(f"update {update}: the {name} is {value}; nothing of this update is saved")
+
+    def _any_rank_wants_to_stop(self) -> bool:
+        """Collective: all-reduce(MAX) over the world's gloo group, a few microseconds per step on one node."""
+        wants = torch.tensor([int(self.context.stop_requested())])
+        dist.all_reduce(wants, op=dist.ReduceOp.MAX, group=self.engine.control_group)
+        return bool(wants.item())
+
+    def _evaluate(self, state: TrainerState) -> None:
+        loss, num_tokens = self.engine.evaluate(self.evaluation_batches())
+        if num_tokens == 0:
+            raise TrainingFault(f"step {state.step}: the evaluation batches hold no unmasked token")
+        if self.context.environment.rank == 0:
+            samples = self.context.config.schedule.eval_iters * self.plan.batch.global_batch_size
+            self.context.events.write("eval", state.step, loss=loss, samples=samples, tokens=num_tokens)
+
+    def _save(self, state: TrainerState) -> None:
+        checkpoint.save(
+            self.engine,
+            state,
+            self.context.folder.checkpoints,
+            keep_last=self.context.config.checkpoint.keep_last,
+            attempt=self.context.attempt.number,
+            events=self.context.events,
+        )
+
+    def _report(self, state: TrainerState, result: StepResult, lr: float, seconds: float) -> None:
+        if self.context.metrics is None:
+            return
+        tokens_per_second = self.plan.batch.tokens_per_step / seconds
+        rank_flops = tokens_per_second * self.plan.flops_per_token / self.plan.layout.world_size
+        peak = peak_flops(self.context.gpu_name) if self.context.gpu_name else None
+        row: dict[str, Any] = {
+            "step": state.step,
+            "loss": result.loss,
+            "lr": lr,
+            "grad_norm": result.grad_norm,
+            "loss_scale": None,
+            "tokens": state.trained_tokens,
+            "tokens_per_second": tokens_per_second,
+            "tflops": rank_flops / 1e12,
+            "mfu": rank_flops / peak if peak else None,
+            "memory_bytes": _peak_memory_bytes(self.engine.device),
+            "consumed_samples": state.position.consumed_samples,
+            "step_seconds": seconds,
+        }
+        self.context.write_metrics(row)
+
+
+def _peak_memory_bytes(device: torch.device) -> int:
+    """Largest allocation of this rank so far: of the GPU's memory, or the process's resident set on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,99 @@
+"""The composition root of a rank: the one place where parts are built, in reading order.
+
+data on disk → process groups → model and optimizer → resume → loop → end. On an error nothing is torn down by
+collectives: the exception leaves, `rank` writes it down and ends the process.
+"""
+
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from shardwright.parallel.mcore import environment as mcore_environment
+from shardwright.pretrain import checkpoint_store
+from shardwright.pretrain.faults import STOPPED
+from shardwright.pretrain.plan import make_plan
+from shardwright.pretrain.rank import RankContext
+from shardwright.pretrain.ranks import RankEnvironment
+
+
+def run_rank(context: RankContext) -> int:
+    """Train as one rank of a run, from its data to its last checkpoint.
+
+    Returns:
+        0 when the run is done, 75 when it was asked to stop and saved.
+    """
+    started, env, plan = time.monotonic(), context.environment, make_plan(context.config)
+
+    context.phase("importing megatron-core")
+    device = mcore_environment.prepare(context.device, env.local_rank)
+    from shardwright.parallel.mcore import groups as process_groups
+    from shardwright.parallel.mcore import shards
+    from shardwright.parallel.mcore.engine import Engine
+    from shardwright.pretrain.checkpoint import TrainerState
+    from shardwright.pretrain.describe import describe, rank_map
+    from shardwright.pretrain.loop import Loop
+    from shardwright.pretrain.streams import Streams
+
+    context.phase("preparing data")
+    state = TrainerState() if context.load is None else TrainerState.read(context.load)
+    streams = Streams(plan, env.rank, state.position, state.step)
+
+    context.phase("connecting ranks")
+    timeout_seconds = context.config.resilience.distributed_timeout_seconds
+    groups = process_groups.start(plan.layout, device, env.rank, timeout_seconds, _store(env, timeout_seconds))
+    process_groups.seed_everything(context.config.run.seed, plan.layout, env.rank)
+
+    context.phase("building the model")
+    engine = Engine(context.config, plan.layout, groups, device, env.rank, plan.padded_vocab_size)
+    if context.load is not None:
+        context.phase("loading the checkpoint")
+        shards.load(engine, context.load, with_rng=TrainerState.read_layout(context.load) == plan.layout)
+
+    ranks = rank_map(plan, device)
+    if env.rank == 0:
+        _forget_later_steps(context, state.step)
+        context.events.write("start", state.step, **describe(context, plan, engine, ranks, state.step))
+    loop = Loop(
+        context=context,
+        plan=plan,
+        engine=engine,
+        training_batches=streams.training(),
+        evaluation_batches=streams.evaluation,
+    )
+    outcome, state = loop.train(state)
+
+    process_groups.stop()
+    code = STOPPED if outcome == "stopped" else 0
+    if env.rank == 0:
+        seconds = round(time.monotonic() - started, 3)
+        context.events.write("end", state.step, state=outcome, seconds=seconds, exit_code=code)
+    return code
+
+
+def _store(env: RankEnvironment, timeout_seconds: int) -> dist.Store:
+    """Where the ranks meet; keys of one launch are apart from those of the launch before a restart."""
+    store = dist.TCPStore(
+        env.master_addr,
+        env.master_port,
+        env.world_size,
+        is_master=env.serves_store,
+        timeout=timedelta(seconds=timeout_seconds),
+        wait_for_workers=False,
+        master_listen_fd=env.master_listen_fd,
+    )
+    return dist.PrefixStore(env.launch_id, store)
+
+
+def _forget_later_steps(context: RankContext, step: int) -> None:
+    """Rank 0, before the first step: put away what earlier attempts left behind after `step`."""
+    root = context.folder.checkpoints
+    for path in checkpoint_store.clean(root):
+        context.events.write("checkpoint_removed", path=str(path), reason="unfinished")
+    for path in checkpoint_store.supersede(root, step, context.attempt.number):
+        context.events.write("checkpoint_superseded", step, path=str(path))
+    context.folder.cut_metrics(step, context.attempt)
+    if context.load is None:
+        context.events.write("no_checkpoint", step, folder=str(root))
+    else:
+        context.events.write("resume", step, path=str(context.load))
