@@ -179,7 +179,7 @@ def _check_choice(override: Override) -> tuple[list[Problem], str | None]:
     if chosen in groups()[group]:
         return [], f"{'~' if override.is_delete() else ''}{group}={chosen}"
     rule = f"is none of the choices of {group}: {', '.join(groups()[group])}"
-    return [Problem(key=group, value=shown(choice), rule=rule, remedy=_did_you_mean(chosen, groups()[group]))], None
+    return [Problem(key=group, value=shown(choice), rule=rule, remedy=did_you_mean(chosen, groups()[group]))], None
 
 
 def _leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
@@ -200,12 +200,13 @@ def _unknown_key(key: str, value: object, *, typed: str) -> Problem:
         return Problem(key=typed, value=value, rule=rule, remedy="run.dir names the folder of a run")
     known, leaf = list(schema_keys()), key.rpartition(".")[2]
     namesakes = [name for name in known if name.endswith(f".{leaf}")]
-    remedy = f"did you mean {' or '.join(namesakes)}?" if namesakes else _did_you_mean(key, [*known, *groups()])
+    remedy = f"did you mean {' or '.join(namesakes)}?" if namesakes else did_you_mean(key, [*known, *groups()])
     rule = "there is no such key"
     return Problem(key=typed, value=value, rule=rule, remedy=remedy or f"the sections are {', '.join(groups())}")
 
 
-def _did_you_mean(word: str, known: Sequence[str]) -> str:
+def did_you_mean(word: str, known: Sequence[str]) -> str:
+    """A remedy that names the closest of `known`; empty if none is close."""
     close = difflib.get_close_matches(word, known, n=1)
     return f"did you mean {close[0]}?" if close else ""
 
@@ -226,7 +227,8 @@ def _typed(tree: DictConfig, problems: list[Problem]) -> Config:
         found, sections[section] = _typed_section(section, schema, node)
         problems += found
     refuse(problems)
-    return Config(**{section: OmegaConf.to_object(typed) for section, typed in sections.items()})
+    whole: dict[str, Any] = {section: OmegaConf.to_object(typed) for section, typed in sections.items()}
+    return Config(**whole)
 
 
 def _typed_section(section: str, schema: Any, node: DictConfig) -> tuple[list[Problem], DictConfig]:
