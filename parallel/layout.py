@@ -10,6 +10,7 @@ A group is the set of ranks that differ along the named axes and agree along the
 """
 
 import itertools
+import math
 from dataclasses import dataclass
 
 from shardwright.conf.problems import Problem, refuse
@@ -65,18 +66,16 @@ class Layout:
         if found:
             return found
         for axes in (("tp", "cp", "pp"), ("etp", "ep", "pp")):
-            product, terms = 1, []
-            for name in axes:
-                product *= sizes[name]
-                terms.append(f"{name.upper()} {sizes[name]}")
+            product = math.prod(sizes[name] for name in axes)
+            used = [name for name in axes if sizes[name] > 1]
             if world_size % product and not (axes[0] == "etp" and ep == etp == 1):
                 below, above = world_size // product * product, -(-world_size // product) * product
                 fitting = " or ".join(str(n) for n in (below, above) if n)
                 found.append(
                     Problem(
-                        key=", ".join(f"parallel.{name}" for name in axes),
-                        value=" x ".join(terms),
-                        rule=f"their product {product} does not divide the {world_size} ranks of the run",
+                        key=" * ".join(f"parallel.{name}" for name in used),
+                        value=product,
+                        rule=f"does not divide the {world_size} ranks of the run",
                         remedy=f"cluster.ranks={fitting} works",
                     )
                 )

@@ -1,0 +1,260 @@
+"""Rules that a run must keep before it starts, one small function each; all broken ones are reported together.
+
+* Config rules need the configuration alone and hold on any machine. What a rule compares may itself be out of range and
+  then is reported by `numbers_in_range`, so every rule tolerates zeros and negative numbers.
+* Machine rules compare the configuration with what `machine.detect` found where the ranks will run.
+
+Each problem names the nearest values that work. Refused is what fails or would silently be wrong, not what is slow.
+"""
+
+import re
+from collections.abc import Iterator
+
+from shardwright.conf.compose import shown
+from shardwright.conf.problems import Problem
+from shardwright.conf.schema import Config, DataSource, Device, PositionEmbedding
+from shardwright.parallel.layout import Layout
+from shardwright.pretrain import checks_fp8, plan, requirements
+from shardwright.pretrain import machine as machines
+from shardwright.pretrain.machine import Machine
+from shardwright.pretrain.ranges import divisors, multiples, nearest, numbers_in_range, rest, value_of
+
+LEAST_BPE_VOCAB = 257
+"""A byte-level BPE tokenizer holds all 256 bytes and the end-of-document token before it learns a merge."""
+
+
+def config_problems(config: Config) -> list[Problem]:
+    """Every config rule that `config` breaks."""
+    return [problem for rule in CONFIG_RULES for problem in rule(config)]
+
+
+def machine_problems(config: Config, machine: Machine) -> list[Problem]:
+    """Every machine rule that `config` breaks on `machine`, where the ranks will run."""
+    return [problem for rule in MACHINE_RULES for problem in rule(config, machine)]
+
+
+def own_ranks_problems(config: Config) -> list[Problem]:
+    """What stands against `train` starting all ranks by itself, on this machine."""
+    if config.cluster.nodes <= 1:
+        return []
+    rule = "train starts ranks on one machine"
+    remedy = "start one rank per GPU with torchrun or srun, or cluster.nodes=1"
+    return [Problem(key="cluster.nodes", value=config.cluster.nodes, rule=rule, remedy=remedy)]
+
+
+# ---- config rules ----------------------------------------------------------------------------------------------------
+
+
+def names_are_given(config: Config) -> Iterator[Problem]:
+    for key in ("run.name", "run.dir", "data.cache_dir"):
+        if not str(value_of(config, key)).strip():
+            yield Problem(key=key, value="", rule="must not be empty")
+
+
+def axes_divide_the_world(config: Config) -> Iterator[Problem]:
+    tp, pp = config.parallel.tp, config.parallel.pp
+    if min(tp, pp, config.world_size) >= 1:
+        yield from Layout.problems(config.world_size, tp=tp, pp=pp)
+
+
+def ranks_fill_the_nodes(config: Config) -> Iterator[Problem]:
+    cluster, ranks = config.cluster, config.world_size
+    if rest(ranks, cluster.nodes):
+        rule = f"does not spread evenly over cluster.nodes={cluster.nodes}"
+        yield Problem(
+            key="cluster.ranks", value=ranks, rule=rule, remedy=multiples("cluster.ranks", ranks, cluster.nodes)
+        )
+    room = cluster.nodes * cluster.gpus_per_node
+    if cluster.gpu not in (Device.auto, Device.none) and 1 <= room < ranks:
+        rule = f"is more than {cluster.nodes} x {cluster.gpus_per_node} GPUs (cluster.nodes, cluster.gpus_per_node)"
+        remedy = f"cluster.ranks={room} or cluster.nodes={-(-ranks // cluster.gpus_per_node)} works"
+        yield Problem(key="cluster.ranks", value=ranks, rule=rule, remedy=remedy)
+
+
+def tensor_parallelism_splits_evenly(config: Config) -> Iterator[Problem]:
+    tp = config.parallel.tp
+    fitting = [size for size in range(1, min(config.model.num_attention_heads, 4096) + 1) if not _unsplit(config, size)]
+    unsplit = ", ".join(f"{name}={number}" for name, number in _unsplit(config, tp).items())
+    if unsplit:
+        remedy = nearest("parallel.tp", tp, fitting)
+        yield Problem(key="parallel.tp", value=tp, rule=f"does not split evenly: {unsplit}", remedy=remedy)
+
+
+def query_groups_share_heads(config: Config) -> Iterator[Problem]:
+    heads, query_groups = config.model.num_attention_heads, config.model.num_query_groups
+    if rest(heads, query_groups):
+        key, rule = "model.num_query_groups", f"does not divide model.num_attention_heads={heads}"
+        yield Problem(key=key, value=query_groups, rule=rule, remedy=nearest(key, query_groups, divisors(heads)))
+
+
+def sequence_parallelism_needs_ranks(config: Config) -> Iterator[Problem]:
+    if config.parallel.sp and config.parallel.tp == 1:
+        rule = "sequence parallelism splits over tensor-parallel ranks, and parallel.tp=1"
+        yield Problem(key="parallel.sp", value="true", rule=rule, remedy="parallel.sp=false or parallel.tp=2 works")
+
+
+def stages_hold_equal_layers(config: Config) -> Iterator[Problem]:
+    pp, layers = config.parallel.pp, config.model.num_layers
+    if rest(layers, pp):
+        rule = f"does not divide model.num_layers={layers}"
+        yield Problem(key="parallel.pp", value=pp, rule=rule, remedy=nearest("parallel.pp", pp, divisors(layers)))
+
+
+def gathering_needs_its_partners(config: Config) -> Iterator[Problem]:
+    for partner in ("use_distributed_optimizer", "overlap_grad_reduce"):
+        if config.parallel.overlap_param_gather and not getattr(config.parallel, partner):
+            rule = f"needs parallel.{partner}=true"
+            remedy = "parallel.overlap_param_gather=false works"
+            yield Problem(key="parallel.overlap_param_gather", value="true", rule=rule, remedy=remedy)
+
+
+def batch_splits_evenly(config: Config) -> Iterator[Problem]:
+    data, tp, pp = config.data, config.parallel.tp, config.parallel.pp
+    if min(data.micro_batch_size, tp, pp, config.world_size) < 1 or config.world_size % (tp * pp):
+        return
+    dp_size = plan.layout(config).dp
+    at_once, key = data.micro_batch_size * dp_size, "data.global_batch_size"
+    if rest(data.global_batch_size, at_once):
+        rule = f"is no multiple of data.micro_batch_size * data-parallel ranks = {data.micro_batch_size} * {dp_size}"
+        remedy = multiples(key, data.global_batch_size, at_once)
+        yield Problem(key=key, value=data.global_batch_size, rule=rule, remedy=remedy)
+
+
+def positions_cover_the_sequence(config: Config) -> Iterator[Problem]:
+    longest, seq_length = config.model.max_position_embeddings, config.data.seq_length
+    if seq_length > longest:
+        rule = f"is longer than model.max_position_embeddings={longest}"
+        remedy = f"data.seq_length={longest} or model.max_position_embeddings={seq_length} works"
+        yield Problem(key="data.seq_length", value=seq_length, rule=rule, remedy=remedy)
+
+
+def rotary_channels_come_in_pairs(config: Config) -> Iterator[Problem]:
+    channels, key = config.model.kv_channels, "model.kv_channels"
+    if config.model.position_embedding_type is PositionEmbedding.rope and channels % 2:
+        yield Problem(key=key, value=channels, rule="rotary positions need pairs", remedy=multiples(key, channels, 2))
+
+
+def tokens_fit_the_vocabulary(config: Config) -> Iterator[Problem]:
+    tokenizer, model, key = config.data.vocab_size, config.model.vocab_size, "data.vocab_size"
+    if tokenizer > model:
+        rule = f"the tokenizer would give ids that the model lacks: model.vocab_size={model}"
+        yield Problem(
+            key=key, value=tokenizer, rule=rule, remedy=f"{key}={model} or model.vocab_size={tokenizer} works"
+        )
+    if config.data.source is DataSource.python_stdlib and 1 <= tokenizer < LEAST_BPE_VOCAB:
+        rule = "a byte-level tokenizer holds 256 bytes and the end of a document"
+        yield Problem(key=key, value=tokenizer, rule=rule, remedy=f"at least {key}={LEAST_BPE_VOCAB}")
+
+
+def split_is_three_shares(config: Config) -> Iterator[Problem]:
+    split, schedule = config.data.split, config.schedule
+    evaluates = schedule.eval_interval > 0 and schedule.eval_iters > 0
+    rule = ""
+    if len(split) != 3 or min(split) < 0:
+        rule = "must be three shares that are not negative: training, validation, test"
+    elif split[0] <= 0:
+        rule = "leaves nothing to train on"
+    elif evaluates and split[1] <= 0:
+        rule = "leaves nothing to evaluate on"
+    if rule:
+        remedy = "data.split=[98,1,1] works" + (", or schedule.eval_iters=0" if "evaluate" in rule else "")
+        yield Problem(key="data.split", value=shown(split), rule=rule, remedy=remedy)
+
+
+def learning_rate_falls(config: Config) -> Iterator[Problem]:
+    lr, min_lr = config.optimizer.lr, config.optimizer.min_lr
+    if min_lr > lr:
+        rule, remedy = f"is above optimizer.lr={lr}", f"optimizer.min_lr={lr} works"
+        yield Problem(key="optimizer.min_lr", value=min_lr, rule=rule, remedy=remedy)
+
+
+def warmup_ends_in_time(config: Config) -> Iterator[Problem]:
+    schedule, key = config.schedule, "schedule.lr_warmup_iters"
+    warmup = schedule.lr_warmup_iters
+    for limit_key in ("schedule.train_iters", "schedule.lr_decay_iters"):
+        limit = value_of(config, limit_key)
+        if limit is not None and 1 <= limit < warmup:
+            remedy = f"{key}={limit} or {limit_key}={warmup} works"
+            yield Problem(key=key, value=warmup, rule=f"is more than {limit_key}={limit}", remedy=remedy)
+
+
+CONFIG_RULES = (
+    numbers_in_range,
+    names_are_given,
+    ranks_fill_the_nodes,
+    axes_divide_the_world,
+    tensor_parallelism_splits_evenly,
+    query_groups_share_heads,
+    sequence_parallelism_needs_ranks,
+    stages_hold_equal_layers,
+    gathering_needs_its_partners,
+    batch_splits_evenly,
+    positions_cover_the_sequence,
+    rotary_channels_come_in_pairs,
+    tokens_fit_the_vocabulary,
+    split_is_three_shares,
+    learning_rate_falls,
+    warmup_ends_in_time,
+    checks_fp8.fp8_runs_on_bf16,
+    checks_fp8.fp8_has_its_hardware,
+    checks_fp8.shapes_are_multiples,
+)
+
+
+def _unsplit(config: Config, tp: int) -> dict[str, int]:
+    """What `tp` tensor-parallel ranks cannot share evenly: name -> number."""
+    model = config.model
+    if min(tp, model.num_query_groups, model.make_vocab_size_divisible_by) < 1:
+        return {}
+    numbers = {
+        "model.num_attention_heads": model.num_attention_heads,
+        "model.ffn_hidden_size": model.ffn_hidden_size,
+        "padded vocabulary": plan.padded_vocab_size(model),
+        "width of queries, keys and values": plan.qkv_width(model),
+    }
+    if config.parallel.sp:
+        numbers["data.seq_length"] = config.data.seq_length
+    unsplit = {name: number for name, number in numbers.items() if number % tp}
+    # Source: megatron-core 0.19.2, transformer_config.py:1338: with fewer groups than ranks, ranks share a group.
+    if model.num_query_groups % tp and tp % model.num_query_groups:
+        unsplit["model.num_query_groups"] = model.num_query_groups
+    return unsplit
+
+
+# ---- machine rules ---------------------------------------------------------------------------------------------------
+
+
+def gpus_are_there(config: Config, machine: Machine) -> Iterator[Problem]:
+    if machines.device(config, machine) == "cpu":
+        return
+    gpu, present, wanted = config.cluster.gpu.name, len(machine.gpus), plan.local_ranks(config)
+    if not present:
+        why = f" ({machine.notes[0]})" if machine.notes else ""
+        rule = f"this machine shows no GPU{why}"
+        yield Problem(key="cluster.gpu", value=gpu, rule=rule, remedy="cluster.gpu=none trains on the CPU")
+    elif present < wanted:
+        rule = f"{wanted} ranks want a GPU each, and this machine shows {present}"
+        remedy = f"cluster.ranks={present * config.cluster.nodes} works, or cluster.gpu=none on the CPU"
+        yield Problem(key="cluster.ranks", value=config.world_size, rule=rule, remedy=remedy)
+
+
+def gpus_are_what_they_are_called(config: Config, machine: Machine) -> Iterator[Problem]:
+    if config.cluster.gpu in (Device.auto, Device.none):
+        return
+    for name in dict.fromkeys(gpu.name for gpu in machine.gpus[: plan.local_ranks(config)] if gpu.name):
+        if not re.search(rf"\b{config.cluster.gpu.name}\b", name, re.IGNORECASE):
+            rule = f"this machine has {name}, and speed and FP8 would be judged against another GPU"
+            yield Problem(key="cluster.gpu", value=config.cluster.gpu.name, rule=rule, remedy="cluster.gpu=auto works")
+
+
+def packages_are_there(config: Config, machine: Machine) -> Iterator[Problem]:
+    needed = ["torch", "megatron_core"]
+    if machines.device(config, machine) == "cuda" or config.precision.fp8 is not None:
+        needed.append("transformer_engine")  # every layer on a GPU is Transformer Engine's
+    for feature in needed:
+        problem = requirements.problem(feature, machine.versions.get(feature))
+        if problem:
+            yield problem
+
+
+MACHINE_RULES = (gpus_are_there, gpus_are_what_they_are_called, packages_are_there, checks_fp8.gpus_compute_fp8)

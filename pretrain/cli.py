@@ -1,0 +1,218 @@
+"""The command line: names each command, and loads what it needs when it is called.
+
+Every command takes Hydra overrides as they stand (`GROUP=CHOICE`, `section.key=value`). Exit codes: 0 done, 1 unforeseen,
+2 refused with one message and no traceback; what a run itself ends with comes from `train`.
+"""
+
+import argparse
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+
+from shardwright.conf import compose
+from shardwright.conf.problems import Problem, RefusedError, refuse
+from shardwright.conf.schema import Config
+
+WIDTH = 96
+"""Columns of help texts and of a plan that is not written to a terminal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One command: what `--help` says of it, its options, and the function behind it."""
+
+    summary: str
+    add_options: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        name, rest = _command(arguments)
+        command = COMMANDS[name]
+        parser = _parser(f"shardwright {name}", description=command.summary)
+        command.add_options(parser)
+        return command.run(parser.parse_intermixed_args(rest))
+    except RefusedError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `shardwright plan | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def train(options: argparse.Namespace) -> int:
+    """Train here; with `-m` every point of a sweep, one after another."""
+    if options.multirun:
+        from shardwright.pretrain import sweep
+
+        return sweep.run(options.overrides, dry_run=options.dry_run)
+    if options.cfg:
+        return _print_config(options.overrides)
+    if options.dry_run:
+        return _dry_run(options.overrides)
+    from shardwright.pretrain import train
+
+    return train.train(options.overrides, dry_run=False)
+
+
+def plan(options: argparse.Namespace) -> int:
+    """Judge a configuration by all config rules and print what it amounts to."""
+    if options.cfg:
+        return _print_config(options.overrides)
+    _print_plan(checked(options.overrides), as_json=options.json)
+    return 0
+
+
+def completion(options: argparse.Namespace) -> int:
+    """Print the completion script of a shell, or answer its query."""
+    from shardwright.pretrain import completion
+
+    if options.query:
+        print("\n".join(completion.complete(os.environ.get("COMP_LINE", ""), COMMANDS)))
+    else:
+        print(completion.script(options.shell))
+    return 0
+
+
+def checked(overrides: Sequence[str]) -> Config:
+    """The configuration of `overrides`, refused if it breaks a config rule."""
+    from shardwright.pretrain import checks
+
+    config = compose.compose(overrides)
+    refuse(checks.config_problems(config))
+    return config
+
+
+def _dry_run(overrides: Sequence[str]) -> int:
+    """Everything that `train` refuses before its first step, then the plan; touches nothing."""
+    from shardwright.pretrain import checks, machine
+
+    config = compose.compose(overrides)
+    refuse([*checks.config_problems(config), *checks.machine_problems(config, machine.detect())])
+    _print_plan(config, as_json=False)
+    return 0
+
+
+def _print_config(overrides: Sequence[str]) -> int:
+    print(compose.dump(compose.compose(overrides)), end="")
+    return 0
+
+
+def _print_plan(config: Config, *, as_json: bool) -> None:
+    from rich.console import Console
+
+    from shardwright.pretrain import plan, plan_table
+
+    planned = plan.make_plan(config)
+    if as_json:
+        print(json.dumps(plan.as_json(planned), indent=2))
+    else:
+        plan_table.show(planned, Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False))
+
+
+# ---- the parsers -----------------------------------------------------------------------------------------------------
+
+
+def _command(arguments: list[str]) -> tuple[str, list[str]]:
+    """The command's name and its own arguments; prints and leaves where there is none."""
+    summaries = "\n".join(f"  {name:<12}{command.summary}" for name, command in COMMANDS.items())
+    parser = _parser("shardwright", description="Pretrains language models on megatron-core.")
+    parser.usage = "shardwright COMMAND [OVERRIDES]"
+    parser.epilog = f"commands:\n{summaries}\n\n`shardwright COMMAND --help` says more."
+    parser.add_argument("--version", action="version", version=f"shardwright {_version()}")
+    parser.add_argument("command", nargs="?", help=argparse.SUPPRESS)
+    if not arguments or arguments[0].startswith("-"):
+        parser.parse_args(arguments)
+        parser.print_help()
+        raise SystemExit(0 if not arguments else 2)
+    name = arguments[0]
+    if name not in COMMANDS:
+        remedy = compose.did_you_mean(name, list(COMMANDS)) or f"the commands are {', '.join(COMMANDS)}"
+        raise RefusedError([Problem(key="command", value=name, rule="there is no such command", remedy=remedy)])
+    return name, arguments[1:]
+
+
+def _parser(prog: str, description: str) -> argparse.ArgumentParser:
+    def formatter(prog: str) -> argparse.HelpFormatter:
+        return argparse.RawDescriptionHelpFormatter(prog, width=WIDTH, max_help_position=22)
+
+    return argparse.ArgumentParser(prog=prog, description=description, formatter_class=formatter, allow_abbrev=False)
+
+
+def _train_options(parser: argparse.ArgumentParser) -> None:
+    _config_options(parser)
+    parser.add_argument("-m", "--multirun", action="store_true", help="run every point of a sweep, one after another")
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, touch nothing")
+    parser.epilog = _overrides_help(
+        {
+            "two ranks on two CPU cores": "shardwright train experiment=quickstart",
+            "the same run, continued for longer": "shardwright train run.dir=runs/quickstart schedule.train_iters=300",
+            "three learning rates": "shardwright train -m experiment=quickstart optimizer.lr=3e-4,1e-3,3e-3",
+            "on eight GPUs": "shardwright train model=llama3_1b precision=bf16 cluster.gpus_per_node=8 "
+            "data.global_batch_size=64",
+        }
+    )
+
+
+def _plan_options(parser: argparse.ArgumentParser) -> None:
+    _config_options(parser)
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON, with every rank's place")
+    parser.epilog = _overrides_help(
+        {
+            "16 nodes of 8 H200": "shardwright plan model=llama3_8b cluster=dgx_h200 cluster.nodes=16 "
+            "parallel.tp=4 data.global_batch_size=128",
+        }
+    )
+
+
+def _config_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="GROUP=CHOICE or section.key=value")
+    parser.add_argument("--cfg", choices=["job"], help="print the composed configuration and leave")
+
+
+def _completion_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", choices=["bash", "zsh", "fish"], help="prints the script that this shell evaluates")
+    parser.add_argument("--query", action="store_true", help=argparse.SUPPRESS)
+    parser.epilog = 'add to ~/.bashrc or ~/.zshrc:  eval "$(shardwright completion bash)"   (zsh for zsh)\n'
+    parser.epilog += "in fish:                       shardwright completion fish | source"
+
+
+def _overrides_help(examples: Mapping[str, str]) -> str:
+    """Groups with their choices, and examples."""
+    lines = ["config groups and their choices (GROUP=CHOICE):"]
+    for group, choices in compose.groups().items():
+        lines += textwrap.wrap(", ".join(choices), WIDTH, initial_indent=f"  {group:<13}", subsequent_indent=" " * 15)
+    lines += [
+        "",
+        "every key of a section can be set too (section.key=value); `--cfg job` lists them all",
+        "",
+        "examples:",
+    ]
+    for what, command in examples.items():
+        lines += [f"  # {what}", *textwrap.wrap(command, WIDTH - 4, initial_indent="  ", subsequent_indent="      ")]
+    return "\n".join(lines)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("shardwright")
+    except metadata.PackageNotFoundError:
+        return "(a source tree, not installed)"
+
+
+COMMANDS = {
+    "train": Command("Train here: starts its own ranks, or is a rank of torchrun or srun.", _train_options, train),
+    "plan": Command("Print layout, sizes and FLOPs of a configuration, on any machine.", _plan_options, plan),
+    "completion": Command("Print the completion script of a shell.", _completion_options, completion),
+}
+"""All commands, in the order of `--help`."""

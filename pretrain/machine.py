@@ -1,0 +1,116 @@
+"""What this machine has, asked of NVML and of package metadata: without torch, without touching a GPU's memory.
+
+NVML is a library of the driver that may be missing, refuse one query or all of them. None of that stops a run on the
+CPU: what cannot be read is None, and a note says why. `CUDA_VISIBLE_DEVICES` is honoured as CUDA does it: indices or
+UUIDs (a prefix is enough), read up to the first entry that names nothing. NVML counts in PCI order, which is CUDA's
+order too unless different models of GPU are mixed.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pynvml
+
+from shardwright.conf.schema import Config
+from shardwright.conf.schema import Device as ConfiguredDevice
+from shardwright.pretrain import requirements
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One visible GPU; None where NVML does not say."""
+
+    name: str | None
+    compute_capability: tuple[int, int] | None
+    memory_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """This machine, as far as a run depends on it."""
+
+    gpus: tuple[Gpu, ...] = ()
+    """Visible GPUs, in the order in which local ranks take them."""
+    driver: str | None = None
+    versions: Mapping[str, str | None] = field(default_factory=dict)
+    """Feature of `requirements.REQUIREMENTS` -> installed version, None where missing."""
+    notes: tuple[str, ...] = ()
+    """Why something could not be read, one sentence per cause."""
+
+
+def detect(environ: Mapping[str, str] = os.environ) -> Machine:
+    """Look at this machine; never raises for what is missing or denied."""
+    versions = {feature: requirements.version(feature) for feature in requirements.REQUIREMENTS}
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return Machine(versions=versions, notes=(f"NVML: {error}",))
+    try:
+        notes: list[str] = []
+        handles = _visible(environ.get("CUDA_VISIBLE_DEVICES"), notes)
+        return Machine(
+            gpus=tuple(_gpu(handle, notes) for handle in handles),
+            driver=_ask(pynvml.nvmlSystemGetDriverVersion, notes),
+            versions=versions,
+            notes=tuple(dict.fromkeys(notes)),
+        )
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def device(config: Config, machine: Machine) -> str:
+    """`cuda` or `cpu`: where the ranks of this machine compute."""
+    if config.cluster.gpu is ConfiguredDevice.auto:
+        return "cuda" if machine.gpus else "cpu"
+    return "cpu" if config.cluster.gpu is ConfiguredDevice.none else "cuda"
+
+
+def _visible(selection: str | None, notes: list[str]) -> list[Any]:
+    """NVML handles of the GPUs that `CUDA_VISIBLE_DEVICES` leaves visible, in its order."""
+    count = _ask(pynvml.nvmlDeviceGetCount, notes) or 0
+    handles = [handle for index in range(count) if (handle := _ask(pynvml.nvmlDeviceGetHandleByIndex, notes, index))]
+    if selection is None:
+        return handles
+    chosen = []
+    for entry in (entry.strip() for entry in selection.split(",")):
+        handle = _named(entry, handles, notes)
+        if handle is None:
+            break
+        chosen.append(handle)
+    if selection.strip() and len(chosen) < len(handles):
+        notes.append(f"CUDA_VISIBLE_DEVICES={selection} leaves {len(chosen)} of {len(handles)} GPUs visible")
+    return chosen
+
+
+def _named(entry: str, handles: list[Any], notes: list[str]) -> Any | None:
+    if entry.isdecimal():
+        return handles[int(entry)] if int(entry) < len(handles) else None
+    if entry.startswith("MIG-"):
+        return _ask(pynvml.nvmlDeviceGetHandleByUUID, notes, entry)
+    matches = [handle for handle in handles if entry and _uuid(handle, notes).startswith(entry)]
+    return matches[0] if len(matches) == 1 else None
+
+
+def _uuid(handle: Any, notes: list[str]) -> str:
+    return str(_ask(pynvml.nvmlDeviceGetUUID, notes, handle))
+
+
+def _gpu(handle: Any, notes: list[str]) -> Gpu:
+    memory = _ask(pynvml.nvmlDeviceGetMemoryInfo, notes, handle)
+    capability = _ask(pynvml.nvmlDeviceGetCudaComputeCapability, notes, handle)
+    return Gpu(
+        name=_ask(pynvml.nvmlDeviceGetName, notes, handle),
+        compute_capability=None if capability is None else (capability[0], capability[1]),
+        memory_bytes=None if memory is None else int(memory.total),
+    )
+
+
+def _ask(query: Callable[..., Any], notes: list[str], *arguments: Any) -> Any | None:
+    """The answer to one NVML query; None and a note if it is denied or unknown to this driver."""
+    try:
+        return query(*arguments)
+    except pynvml.NVMLError as error:
+        notes.append(f"NVML does not answer {query.__name__.removeprefix('nvml')}: {error}")
+        return None

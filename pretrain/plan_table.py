@@ -1,0 +1,152 @@
+"""The plan as a person reads it: four short sections, ranks grouped by node."""
+
+from collections.abc import Callable
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from shardwright.conf.compose import shown
+from shardwright.parallel.layout import Coordinates
+from shardwright.pretrain import plan
+from shardwright.pretrain.plan import Plan
+
+MOST_RANK_ROWS = 16
+"""Up to this many ranks have a row each; larger worlds have a row per node."""
+MOST_NODE_ROWS = 8
+"""Of more nodes the first ones and the last one are shown."""
+
+
+def show(planned: Plan, console: Console) -> None:
+    """Print the plan."""
+    console.print(render(planned))
+
+
+def render(planned: Plan) -> RenderableType:
+    """The sections, one below the other."""
+    return Group(
+        *_section("run", _run(planned)),
+        *_section("model", _model(planned)),
+        *_section("batch", _batch(planned)),
+        *_section("precision", _precision(planned)),
+        *_section("layout", _layout(planned)),
+        Padding(_rank_map(planned), (0, 0, 0, 2)),
+    )
+
+
+def quantity(number: float) -> str:
+    """Three digits and a unit: 1.24 B."""
+    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= limit:
+            return f"{number / limit:#.3g}".rstrip(".") + f" {unit}"
+    return f"{number:g}"
+
+
+def flops(number: float) -> str:
+    """FLOPs with their usual prefixes: 51.47 GFLOP."""
+    for limit, prefix in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if number >= limit:
+            return f"{number / limit:,.2f} {prefix}FLOP"
+    return f"{number:g} FLOP"
+
+
+def _section(title: str, rows: dict[str, str]) -> list[RenderableType]:
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True, min_width=18)
+    table.add_column()
+    for name, value in rows.items():
+        table.add_row(name, Text(value))
+    return [Text(title, style="bold"), Padding(table, (0, 0, 1 if title != "layout" else 0, 2))]
+
+
+def _run(planned: Plan) -> dict[str, str]:
+    config = planned.config
+    return {"name": config.run.name, "folder": config.run.dir, "data": shown(config.data.source)}
+
+
+def _model(planned: Plan) -> dict[str, str]:
+    model = planned.config.model
+    activation = {"silu": "SwiGLU", "gelu": "GEGLU"} if model.gated_linear_unit else {"silu": "SiLU", "gelu": "GELU"}
+    tied = "tied" if model.share_embeddings_and_output_weights else "untied"
+    return {
+        "parameters": f"{planned.parameters:,} ({quantity(planned.parameters)})",
+        "layers": f"{model.num_layers} of width {model.hidden_size:,}, MLP {model.ffn_hidden_size:,} "
+        f"({activation[shown(model.activation_func)]}), {shown(model.normalization)}",
+        "attention": f"{model.num_attention_heads} heads of {model.kv_channels}, "
+        f"{model.num_query_groups} query groups, {shown(model.position_embedding_type)}",
+        "vocabulary": f"{model.vocab_size:,}, padded to {planned.padded_vocab_size:,}; output layer {tied}",
+        "FLOPs per token": f"{flops(planned.flops_per_token)} (forward and backward, causal)",
+    }
+
+
+def _batch(planned: Plan) -> dict[str, str]:
+    steps, schedule = planned.batch, planned.config.schedule
+    return {
+        "global batch": f"{steps.global_batch_size} samples = {steps.num_microbatches} micro-batches "
+        f"x {steps.micro_batch_size} x {steps.dp_size} data-parallel ranks",
+        "one step": f"{steps.tokens_per_step:,} tokens of sequences of {planned.config.data.seq_length:,}, "
+        f"{flops(planned.flops_per_token * steps.tokens_per_step)}",
+        "the run": f"{schedule.train_iters:,} steps, {quantity(planned.train_tokens)} tokens, "
+        f"{flops(planned.train_flops)}",
+    }
+
+
+def _precision(planned: Plan) -> dict[str, str]:
+    precision = planned.config.precision
+    gradients = "fp32" if precision.grad_reduce_in_fp32 else shown(precision.dtype)
+    return {
+        "parameters": f"{shown(precision.dtype)}, main weights fp32, gradients reduced in {gradients}",
+        "FP8": plan.fp8_name(planned.config) or "none",
+    }
+
+
+def _layout(planned: Plan) -> dict[str, str]:
+    places, config = planned.layout, planned.config
+    lightest, heaviest = min(planned.parameters_per_rank), max(planned.parameters_per_rank)
+    return {
+        "ranks": f"{places.world_size} on {config.cluster.nodes} node{'s' * (config.cluster.nodes > 1)}",
+        "parallelism": f"TP {places.tp}{' with SP' if config.parallel.sp else ''}, PP {places.pp}, DP {places.dp}",
+        "weights per rank": " to ".join(dict.fromkeys((quantity(lightest), quantity(heaviest)))),
+    }
+
+
+def _rank_map(planned: Plan) -> Table:
+    """Which rank stands where; a row per rank, in large worlds a row per node."""
+    places, nodes = planned.layout, planned.config.cluster.nodes
+    per_node = places.world_size // nodes
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False, header_style="dim")
+    for name in ("node", "rank", "tp", "dp", "pp"):
+        table.add_column(name, justify="right")
+    each_rank = places.world_size <= MOST_RANK_ROWS
+    shown_nodes = list(range(nodes))
+    if nodes > MOST_NODE_ROWS:
+        shown_nodes = [*range(MOST_NODE_ROWS - 2), nodes - 1]
+    for node in shown_nodes:
+        if nodes > MOST_NODE_ROWS and node == nodes - 1:
+            table.add_row(*["…"] * 5)
+        ranks = range(node * per_node, (node + 1) * per_node)
+        for row in [range(rank, rank + 1) for rank in ranks] if each_rank else [ranks]:
+            inside = [places.coordinates(rank) for rank in row]
+            table.add_row(
+                str(node) if row[0] == ranks[0] else "",
+                _span(row),
+                *(_span(sorted({axis(place) for place in inside})) for axis in _AXES),
+            )
+    return table
+
+
+_AXES: tuple[Callable[[Coordinates], int], ...] = (
+    lambda place: place.tp,
+    lambda place: place.dp,
+    lambda place: place.pp,
+)
+
+
+def _span(numbers: range | list[int]) -> str:
+    """`3`, `0-7` of neighbours, `0,3` of others."""
+    first, last = numbers[0], numbers[-1]
+    if last - first != len(numbers) - 1:
+        return ",".join(map(str, numbers))
+    return str(first) if first == last else f"{first}-{last}"

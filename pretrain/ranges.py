@@ -1,0 +1,122 @@
+"""The range of every number in the schema, and the arithmetic behind "the nearest values that work" in a remedy."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from shardwright.conf.problems import Problem
+from shardwright.conf.schema import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Which numbers some keys may hold."""
+
+    rule: str
+    accepts: Callable[[float], bool]
+    nearest: str
+    """The limit, where it is itself allowed."""
+    keys: dict[str, str]
+    """Section -> names of its keys, separated by blanks."""
+
+
+RANGES = (
+    Range(
+        "must be at least 1",
+        lambda number: number >= 1,
+        "1",
+        {
+            "run": "seed",
+            "model": "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
+            "vocab_size make_vocab_size_divisible_by max_position_embeddings rotary_base",
+            "parallel": "tp pp",
+            "precision": "fp8_amax_history_len",
+            "data": "seq_length micro_batch_size global_batch_size vocab_size",
+            "schedule": "train_iters lr_decay_iters",
+            "checkpoint": "keep_last",
+            "resilience": "distributed_timeout_seconds",
+            "telemetry": "log_interval",
+            "cluster": "nodes gpus_per_node ranks",
+        },
+    ),
+    Range(
+        "must not be negative",
+        lambda number: number >= 0,
+        "0",
+        {
+            "precision": "fp8_margin",
+            "data": "num_workers",
+            "optimizer": "min_lr weight_decay clip_grad",
+            "schedule": "lr_warmup_iters eval_interval eval_iters",
+            "checkpoint": "save_interval load_step",
+        },
+    ),
+    Range(
+        "must be above 0",
+        lambda number: number > 0,
+        "",
+        {"model": "layernorm_epsilon init_method_std", "optimizer": "lr adam_eps"},
+    ),
+    Range(
+        "must be at least 0 and below 1",
+        lambda number: 0 <= number < 1,
+        "0",
+        {"model": "hidden_dropout attention_dropout", "optimizer": "adam_beta1 adam_beta2"},
+    ),
+)
+
+
+def ranged_keys() -> dict[str, Range]:
+    """Dotted key -> its range, for every number of the schema."""
+    return {
+        f"{section}.{name}": allowed
+        for allowed in RANGES
+        for section, names in allowed.keys.items()
+        for name in names.split()
+    }
+
+
+def value_of(config: Config, key: str) -> Any:
+    """What `config` holds at a dotted `section.key`."""
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
+
+
+def numbers_in_range(config: Config) -> Iterator[Problem]:
+    """A problem for every number outside of its range; null has none."""
+    for key, allowed in ranged_keys().items():
+        number = value_of(config, key)
+        if number is not None and not allowed.accepts(number):
+            remedy = f"{key}={allowed.nearest} works" if allowed.nearest else ""
+            yield Problem(key=key, value=number, rule=allowed.rule, remedy=remedy)
+
+
+def rest(number: int, divisor: int) -> int:
+    """`number % divisor`; 0 where either is out of range, which is reported elsewhere."""
+    return number % divisor if number >= 1 and divisor >= 1 else 0
+
+
+def multiples(key: str, number: int, of: int) -> str:
+    """A remedy: the multiples of `of` on both sides of `number`."""
+    below, above = number // of * of, -(-number // of) * of
+    return works(key, [below, above])
+
+
+def nearest(key: str, number: int, fitting: Iterable[int]) -> str:
+    """A remedy: the members of `fitting` on both sides of `number`."""
+    fitting = list(fitting)
+    below, above = [fit for fit in fitting if fit < number], [fit for fit in fitting if fit > number]
+    return works(key, below[-1:] + above[:1])
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending; none of a number below 1."""
+    small = [part for part in range(1, math.isqrt(max(number, 0)) + 1) if number % part == 0]
+    return sorted({*small, *(number // part for part in small)})
+
+
+def works(key: str, values: Iterable[int]) -> str:
+    """`key=2 or key=4 works`, without zeros and repetitions."""
+    choices = [f"{key}={value}" for value in dict.fromkeys(values) if value > 0]
+    return f"{' or '.join(choices)} works" if choices else ""

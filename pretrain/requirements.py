@@ -1,0 +1,86 @@
+"""Which packages a feature needs, found without importing any of them.
+
+An import of torch costs seconds and one of Transformer Engine initialises CUDA, while a refusal must come within
+seconds and before any process group exists. So a package is looked up (`importlib.util.find_spec`) and its version read
+from its metadata. The same name may stand for another project on the package index (`apex` does), so what counts is the
+import name together with the distribution.
+"""
+
+from dataclasses import dataclass
+from importlib import metadata, util
+
+from packaging.version import InvalidVersion, Version
+
+from shardwright.conf.problems import Problem, refuse
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """One package and the least version that is known to work."""
+
+    module: str
+    """What is imported."""
+    distributions: tuple[str, ...]
+    """Names on the package index, the first installed one tells the version."""
+    least: str
+    install: str
+    """How a user gets it."""
+
+
+REQUIREMENTS = {
+    "torch": Requirement("torch", ("torch",), "2.11", "pip install torch"),
+    "megatron_core": Requirement("megatron.core", ("megatron-core",), "0.19.2", "pip install megatron-core"),
+    "transformer_engine": Requirement(
+        "transformer_engine",
+        ("transformer-engine", "transformer-engine-torch"),
+        "2.20",
+        "pip install 'shardwright[te]'",
+    ),
+}
+"""Feature -> what it needs. `require(feature)` is called by whoever is about to use it."""
+
+
+def version(feature: str) -> str | None:
+    """Installed version of a feature's package, `unknown` for a source tree; None if it is not there."""
+    requirement = REQUIREMENTS[feature]
+    if not _importable(requirement.module):
+        return None
+    for distribution in requirement.distributions:
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+def problem(feature: str, installed: str | None) -> Problem | None:
+    """What stands against using a feature whose package is `installed` in this version (None: not at all)."""
+    requirement = REQUIREMENTS[feature]
+    name = requirement.distributions[0]
+    rule = f"{name} {requirement.least} or newer is needed"
+    if installed is None:
+        return Problem(key=name, value="missing", rule=rule, remedy=requirement.install)
+    try:
+        old = Version(installed) < Version(requirement.least)
+    except InvalidVersion:  # a source tree or a build of one's own: nothing to compare
+        old = False
+    return Problem(key=name, value=installed, rule=rule, remedy=f"{requirement.install} --upgrade") if old else None
+
+
+def require(feature: str) -> None:
+    """Return if a feature can be used.
+
+    Raises:
+        RefusedError: its package is missing or too old; says how to install it.
+    """
+    found = problem(feature, version(feature))
+    refuse([found] if found else [])
+
+
+def _importable(module: str) -> bool:
+    top, _, _ = module.partition(".")
+    try:
+        # the whole dotted path: `megatron` alone is a namespace that many projects share
+        return util.find_spec(top) is not None and util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
