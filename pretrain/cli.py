@@ -1,12 +1,13 @@
 """The command line: names each command, and loads what it needs when it is called.
 
-Every command takes Hydra overrides as they stand (`GROUP=CHOICE`, `section.key=value`). Exit codes: 0 done, 1 unforeseen,
-2 refused with one message and no traceback; what a run itself ends with comes from `train`.
+Every command takes Hydra overrides as they stand (`GROUP=CHOICE`, `section.key=value`). Exit codes: 0 done, 1
+unforeseen, 2 refused with one message and no traceback; what a run itself ends with comes from `train`.
 """
 
 import argparse
 import json
 import os
+import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command.add_options(parser)
         return command.run(parser.parse_intermixed_args(rest))
     except RefusedError as error:
-        print(error, file=sys.stderr)
+        print(_wrapped(str(error)) if sys.stderr.isatty() else error, file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -55,6 +56,8 @@ def train(options: argparse.Namespace) -> int:
     if options.multirun:
         from shardwright.pretrain import sweep
 
+        if options.cfg:
+            return _print_config(*sweep.expand(options.overrides))
         return sweep.run(options.overrides, dry_run=options.dry_run)
     if options.cfg:
         return _print_config(options.overrides)
@@ -67,9 +70,13 @@ def train(options: argparse.Namespace) -> int:
 
 def plan(options: argparse.Namespace) -> int:
     """Judge a configuration by all config rules and print what it amounts to."""
+    from shardwright.pretrain import checks
+
     if options.cfg:
         return _print_config(options.overrides)
-    _print_plan(checked(options.overrides), as_json=options.json)
+    config = compose.compose(options.overrides)
+    refuse(checks.config_problems(config))
+    _print_plan(config, as_json=options.json)
     return 0
 
 
@@ -84,28 +91,30 @@ def completion(options: argparse.Namespace) -> int:
     return 0
 
 
-def checked(overrides: Sequence[str]) -> Config:
-    """The configuration of `overrides`, refused if it breaks a config rule."""
-    from shardwright.pretrain import checks
-
-    config = compose.compose(overrides)
-    refuse(checks.config_problems(config))
-    return config
-
-
 def _dry_run(overrides: Sequence[str]) -> int:
     """Everything that `train` refuses before its first step, then the plan; touches nothing."""
     from shardwright.pretrain import checks, machine
 
     config = compose.compose(overrides)
-    refuse([*checks.config_problems(config), *checks.machine_problems(config, machine.detect())])
+    machine_rules = checks.machine_problems(config, machine.detect()) + checks.own_ranks_problems(config)
+    refuse(checks.config_problems(config) + machine_rules)
     _print_plan(config, as_json=False)
     return 0
 
 
-def _print_config(overrides: Sequence[str]) -> int:
-    print(compose.dump(compose.compose(overrides)), end="")
+def _print_config(*points: Sequence[str]) -> int:
+    """The configuration of each point, as YAML documents."""
+    print("---\n".join(compose.dump(compose.compose(overrides)) for overrides in points), end="")
     return 0
+
+
+def _wrapped(text: str) -> str:
+    """Long lines broken for a terminal, the rest of an item indented below it."""
+    width = shutil.get_terminal_size().columns
+    return "\n".join(
+        textwrap.fill(line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+        for line in text.splitlines()
+    )
 
 
 def _print_plan(config: Config, *, as_json: bool) -> None:
@@ -156,10 +165,10 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _overrides_help(
         {
             "two ranks on two CPU cores": "shardwright train experiment=quickstart",
-            "the same run, continued for longer": "shardwright train run.dir=runs/quickstart schedule.train_iters=300",
+            "the same run, continued for longer": "shardwright train experiment=quickstart schedule.train_iters=300",
             "three learning rates": "shardwright train -m experiment=quickstart optimizer.lr=3e-4,1e-3,3e-3",
-            "on eight GPUs": "shardwright train model=llama3_1b precision=bf16 cluster.gpus_per_node=8 "
-            "data.global_batch_size=64",
+            "on eight GPUs": "shardwright train model=llama3_1b precision=bf16 cluster=dgx_h100 "
+            "data.seq_length=4096 data.micro_batch_size=2 data.global_batch_size=64",
         }
     )
 
@@ -170,7 +179,8 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _overrides_help(
         {
             "16 nodes of 8 H200": "shardwright plan model=llama3_8b cluster=dgx_h200 cluster.nodes=16 "
-            "parallel.tp=4 data.global_batch_size=128",
+            "parallel.tp=4 parallel.sp=true precision=fp8_delayed data.seq_length=8192 "
+            "data.micro_batch_size=1 data.global_batch_size=256",
         }
     )
 

@@ -25,14 +25,15 @@ _shardwright() {
     local word="${COMP_WORDS[COMP_CWORD]}"
     local answer="$(COMP_LINE="${COMP_LINE:0:$COMP_POINT}" shardwright completion bash --query 2>/dev/null)"
     COMPREPLY=($(compgen -W "$answer" -- "$word"))
+    [[ "${COMPREPLY[0]}" == *[=./] ]] || compopt +o nospace
 }
 COMP_WORDBREAKS=${COMP_WORDBREAKS//=}
 complete -o nospace -o default -F _shardwright shardwright""",
     "zsh": """\
 _shardwright() {
-    local -a words_so_far
-    words_so_far=("${(@f)$(COMP_LINE="${LBUFFER}" shardwright completion zsh --query 2>/dev/null)}")
-    compadd -S '' -- $words_so_far
+    local -a answers
+    answers=("${(@f)$(COMP_LINE="${(j: :)words[1,CURRENT]}" shardwright completion zsh --query 2>/dev/null)}")
+    compadd -S '' -- $answers
 }
 (( $+functions[compdef] )) || { autoload -Uz compinit && compinit; }
 compdef _shardwright shardwright""",
