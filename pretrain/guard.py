@@ -1,0 +1,104 @@
+"""No rank and no child of a rank outlives the process that started it.
+
+Two nets, both made by the rank itself at its very start, before torch and before any thread:
+
+* the kernel kills the rank when its launcher dies (`PR_SET_PDEATHSIG`). That covers the rank alone, not its children
+  (data-loader workers, the processes that write checkpoints).
+* a guardian, a tiny process in a session of its own, watches the rank and the launcher. When either is gone it sends
+  SIGKILL to the rank's whole process group. It works under every launcher: torchrun's workers live on when their agent
+  is killed (torch 2.11 starts them in sessions of their own).
+
+The guardian keeps the run folder's lock until it has done its work, so the lock is free only when the last one is gone.
+"""
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import time
+from pathlib import Path
+
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
+
+
+def protect(launcher: int, *, keep: int | None = None) -> None:
+    """Tie this process and its children to the life of `launcher`; call first, with one thread and without children.
+
+    Args:
+        launcher: process id of the parent: our own launcher, torchrun's agent or Slurm's step daemon.
+        keep: file descriptor that the guardian holds on to (the lock).
+    """
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:  # it died before the line above
+        os._exit(1)
+    rank = os.getpid()
+    if os.fork() == 0:
+        try:
+            _guard(rank, launcher, keep)
+        finally:
+            os._exit(0)
+
+
+def adopt_orphans(adopt: bool) -> None:
+    """Let the kernel hand grandchildren whose parent died to this process (or not any more), so that it can reap them."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
+
+
+def children() -> set[int]:
+    """Process ids of this process's children, adopted ones included."""
+    found: set[int] = set()
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            found.update(int(pid) for pid in (thread / "children").read_text().split())
+    return found
+
+
+def kill_group(leader: int, signum: signal.Signals) -> None:
+    """Send a signal to the process group of `leader`, which may be gone."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signum)
+
+
+def _guard(rank: int, launcher: int, keep: int | None) -> None:
+    """The guardian's whole life."""
+    os.setsid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP})
+    _prctl(_PR_SET_NAME, ctypes.c_char_p(b"rank-guardian"))
+    null = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(null, fd)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2 and int(name) != keep:
+            with contextlib.suppress(OSError):
+                os.close(int(name))
+    _wait_for_one(rank, launcher)
+    kill_group(rank, signal.SIGKILL)
+
+
+def _wait_for_one(*pids: int) -> None:
+    """Return when one of the processes is gone."""
+    try:
+        select.select([os.pidfd_open(pid) for pid in pids], [], [])
+    except ProcessLookupError:
+        return
+    except OSError:  # a kernel older than 5.3
+        while all(_alive(pid) for pid in pids):
+            time.sleep(0.5)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in ("Z", "X")
+
+
+def _prctl(option: int, value: object) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}): {os.strerror(number)}")

@@ -1,0 +1,151 @@
+"""The life of one rank process around the training itself, from the guard to the exit code.
+
+`main` is the program that our own launcher starts; under torchrun and srun `train` becomes the rank itself and calls
+`work`. Either way: guard first, then the log, then the attempt's configuration, and only then torch, through
+`shardwright.pretrain.run.run_rank(context) -> exit code`. An exception becomes the rank's error file and its exit code. The
+process leaves by `os._exit`: no collective, no destructor and no thread can hold it back.
+"""
+
+import faulthandler
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+
+from shardwright.conf.schema import Config
+from shardwright.pretrain import faults, guard, ranks
+from shardwright.pretrain.events import EventLog
+from shardwright.pretrain.folder import Attempt, RunFolder
+from shardwright.pretrain.launch import STOP_SIGNALS
+from shardwright.pretrain.metrics import MetricsLog
+from shardwright.pretrain.ranks import RankEnvironment
+
+if TYPE_CHECKING:
+    from shardwright.pretrain.display import Display
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankContext:
+    """All that a rank is given to train with."""
+
+    config: Config
+    folder: RunFolder
+    attempt: Attempt
+    environment: RankEnvironment
+    device: str
+    """cuda or cpu."""
+    load: Path | None
+    """Checkpoint to continue from; None starts at step 0."""
+    events: EventLog
+    metrics: MetricsLog | None
+    """Rank 0 alone has one."""
+    stop_requested: Callable[[], bool]
+    """Whether this rank was asked to save and stop; the ranks must agree on a step before they act on it."""
+
+
+class StopLatch:
+    """Remembers that a stop signal came; nothing else happens inside the handler."""
+
+    def __init__(self) -> None:
+        self._requested = False
+        self._owner = os.getpid()
+
+    def __call__(self) -> bool:
+        """Whether a stop was asked for."""
+        return self._requested
+
+    def install(self) -> None:
+        """Take the stop signals, which the launcher may have left blocked until now."""
+        for signum in STOP_SIGNALS:
+            signal.signal(signum, self._handle)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if os.getpid() == self._owner:
+            self._requested = True
+        else:  # a forked child must still die of it
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
+
+
+def main(engine: Callable[[RankContext], int] | None = None) -> NoReturn:
+    """A rank of our own launcher: `python -m shardwright.pretrain.rank ATTEMPT`.
+
+    Args:
+        engine: what trains; None for `run.run_rank`.
+    """
+    lock_fd = int(os.environ[ranks.LOCK_FD])
+    os.set_inheritable(lock_fd, False)
+    guard.protect(int(os.environ[ranks.LAUNCHER_PID]), keep=lock_fd)
+    leave(work(ranks.own(os.environ), Attempt.at(Path(sys.argv[1])), engine=engine))
+
+
+def work(
+    environment: RankEnvironment,
+    attempt: Attempt,
+    *,
+    engine: Callable[[RankContext], int] | None = None,
+    display: "Display | None" = None,
+) -> int:
+    """Train as one rank; the guard stands and standard output is the rank's log.
+
+    Args:
+        environment: who this rank is.
+        attempt: the attempt that all ranks share.
+        engine: what trains; None for `run.run_rank`.
+        display: shown the rows of this rank, where no launcher of ours follows the files.
+
+    Returns:
+        The exit code; an exception is written to the error file and is not raised.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    faulthandler.enable()
+    stop = StopLatch()
+    stop.install()
+    try:
+        context = _context(environment, attempt, stop, display)
+        if engine is None:
+            from shardwright.pretrain.run import run_rank as engine
+        return engine(context)
+    except BaseException as error:
+        traceback.print_exc()
+        failure = faults.Failure.of(error, rank=environment.rank, host=environment.host)
+        failure.write(attempt.errors)
+        return failure.exit_code
+
+
+def leave(exit_code: int) -> NoReturn:
+    """End this process now."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
+def _context(environment: RankEnvironment, attempt: Attempt, stop: StopLatch, display: "Display | None") -> RankContext:
+    from shardwright.conf import compose  # imports YAML: after the guard
+
+    folder = RunFolder(attempt.path.parent.parent)
+    number, told = attempt.number, attempt.launch
+    on_event, on_metrics = (display.event, display.metrics) if display else (None, None)
+    metrics = MetricsLog(folder.metrics, attempt=number, listener=on_metrics) if environment.rank == 0 else None
+    return RankContext(
+        config=compose.load(attempt.config),
+        folder=folder,
+        attempt=attempt,
+        environment=environment,
+        device=told["device"],
+        load=Path(told["load"]) if told["load"] else None,
+        events=EventLog(folder.events, attempt=number, rank=environment.rank, listener=on_event),
+        metrics=metrics,
+        stop_requested=stop,
+    )
+
+
+if __name__ == "__main__":
+    main()

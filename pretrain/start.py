@@ -1,0 +1,129 @@
+"""What a start means: which configuration, which checkpoint, whether anything is left to do.
+
+It depends on the run's folder D = run.dir. Where D/config.yaml exists, the run goes on: without further overrides with
+the frozen file as it is; with overrides on top of those it was first started with, so that `train run.dir=D
+schedule.train_iters=2000` changes that one key, and every key that then differs is judged by its schema (free, warn,
+refuse). The original never changes; what an attempt runs with is in its own folder.
+
+`resolve` only reads, so that everything that can be refused is refused before anything is written; `begin` writes.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwright.conf import compose
+from shardwright.conf.compose import Difference
+from shardwright.conf.problems import Problem, refuse
+from shardwright.conf.schema import Config, ResumePolicy
+from shardwright.pretrain import checkpoint_store, checks, machine, provenance, ranks
+from shardwright.pretrain.folder import Attempt, RunFolder, write_atomic
+from shardwright.pretrain.machine import Machine
+from shardwright.pretrain.ranks import RankEnvironment
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """What a start would do."""
+
+    config: Config
+    folder: RunFolder
+    differences: list[Difference]
+    """Keys in which it differs from the frozen configuration."""
+    load: Path | None
+    """Checkpoint to continue from; None starts at step 0."""
+    machine: Machine
+    finished: bool
+    """Whether nothing is left to do."""
+
+    @property
+    def device(self) -> str:
+        """cuda or cpu."""
+        return machine.device(self.config, self.machine)
+
+
+def resolve(overrides: Sequence[str], environment: RankEnvironment | None) -> Start:
+    """Compose, compare with the frozen configuration, check, and find the checkpoint; reads only.
+
+    Args:
+        overrides: Hydra overrides.
+        environment: the rank that torchrun or srun made of this process; None if the ranks are to be started here.
+
+    Raises:
+        RefusedError: with all problems that were found.
+    """
+    config = compose.compose(overrides)
+    folder = RunFolder(Path(config.run.dir))
+    differences: list[Difference] = []
+    if folder.config.exists():
+        config, differences = _resumed(config, folder, overrides)
+    found = machine.detect()
+    problems = checks.config_problems(config) + checks.machine_problems(config, found)
+    if environment is None:
+        problems += checks.own_ranks_problems(config)
+    refuse(problems)
+    if environment is not None:
+        ranks.detect(os.environ, config)
+    load = checkpoint_store.find(config, folder)
+    newest = max(checkpoint_store.committed(folder), default=-1)
+    finished = folder.status().get("state") == "done" and newest >= config.schedule.train_iters
+    return Start(config=config, folder=folder, differences=differences, load=load, machine=found, finished=finished)
+
+
+def begin(start: Start, overrides: Sequence[str], details: Mapping[str, Any]) -> Attempt:
+    """Freeze the configuration at the first start, then make the attempt; the lock must be held.
+
+    Args:
+        start: what `resolve` found.
+        overrides: what was typed.
+        details: what the launcher adds to `Attempt.launch`.
+    """
+    folder, text = start.folder, compose.dump(start.config)
+    if not folder.config.exists():
+        folder.freeze(text, overrides)
+    told = {"device": start.device, "load": None if start.load is None else str(start.load), **details}
+    attempt = folder.new_attempt(text, told)
+    write_atomic(attempt.path / "provenance.json", json.dumps(provenance.gather(start.machine), indent=1) + "\n")
+    folder.write_status("running", attempt)
+    return attempt
+
+
+def merge_overrides(saved: Sequence[str], new: Sequence[str]) -> list[str]:
+    """Overrides of the first start with those of this one on top; a key that is given again counts once."""
+    given = {_key(override) for override in new}
+    return [override for override in saved if _key(override) not in given] + list(new)
+
+
+def _resumed(composed: Config, folder: RunFolder, overrides: Sequence[str]) -> tuple[Config, list[Difference]]:
+    """The configuration that a run goes on with, and where it differs from the frozen one."""
+    frozen = compose.load(folder.config)
+    frozen = dataclasses.replace(frozen, run=dataclasses.replace(frozen.run, dir=composed.run.dir))
+    if all(_key(override) == "run.dir" for override in overrides):
+        return frozen, []
+    present = compose.compose([*merge_overrides(folder.saved_overrides(), overrides), f"run.dir={_quoted(folder.path)}"])
+    differences = compose.differences(frozen, present)
+    refuse([_refusal(difference, folder) for difference in differences if difference.policy is ResumePolicy.refuse])
+    return present, differences
+
+
+def _refusal(difference: Difference, folder: RunFolder) -> Problem:
+    saved = compose.shown(difference.saved)
+    return Problem(
+        key=difference.key,
+        value=compose.shown(difference.present),
+        rule=f"the run in {folder.path} was started with {saved}, which cannot change",
+        remedy=f"{difference.key}={saved} continues it, another run.dir starts a new run",
+    )
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].lstrip("+~")
+
+
+def _quoted(path: Path) -> str:
+    """A path as a value of Hydra's override grammar."""
+    return "'" + str(path).replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -1,0 +1,161 @@
+"""The words of the tables at a run's start and end: lists of (label, text), the same on a terminal and in a log file.
+
+`display` draws them; a text may have several lines, already aligned, so that nothing has to be laid out twice.
+"""
+
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+Facts = list[tuple[str, str]]
+
+_NUMBER = re.compile(r"-|[\d.]+[kMBT]?")
+_MAP_LINES = 16
+"""Lines of the rank map; a larger world is cut, its ranks follow the same order."""
+
+
+def start_facts(data: Mapping[str, Any]) -> Facts:
+    """The start table from the data of a `start` event; what the event does not have is left out."""
+    facts: Facts = [
+        ("model", _model(data.get("model", {}), data.get("parameters"))),
+        ("layout", _layout(data.get("layout", {}))),
+        ("precision", _pairs(data.get("precision", {}))),
+        ("kernels", _pairs(data.get("kernels", {}))),
+        ("memory", _memory(data.get("memory", {}))),
+        ("parameters", _param_groups(data.get("param_groups", []))),
+        ("data", _pairs(data.get("data", {}))),
+        ("steps", _steps(data)),
+    ]
+    return [(label, text) for label, text in facts if text]
+
+
+def continue_command(folder: object) -> str:
+    """What a user types to go on with a run."""
+    return f"shardwright train {shlex.quote(f'run.dir={folder}')}"
+
+
+def count(value: float | None) -> str:
+    """A number for people: 950, 12.3k, 1.34M, 7B."""
+    if value is None:
+        return "-"
+    for limit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / limit:.3g}{letter}"
+    return f"{value:.4g}"
+
+
+def size(num_bytes: float | None) -> str:
+    """Bytes for people, in powers of 1024."""
+    if num_bytes is None:
+        return "-"
+    for limit, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if num_bytes >= limit:
+            return f"{num_bytes / limit:.1f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds as 0:01:05."""
+    return "-" if seconds is None else str(timedelta(seconds=round(seconds)))
+
+
+def number(value: object, digits: int = 4) -> str:
+    """A float of a row; a dash where it is not known."""
+    return f"{value:.{digits}f}" if isinstance(value, int | float) else "-"
+
+
+def columns(rows: Iterable[Sequence[object]]) -> str:
+    """Rows as aligned text, numbers to the right."""
+    table = [[("-" if cell is None else str(cell)) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for row in table:
+        cells = [
+            cell.rjust(width) if _NUMBER.fullmatch(cell) else cell.ljust(width)
+            for cell, width in zip(row, widths, strict=True)
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _model(model: Mapping[str, Any], parameters: int | None) -> str:
+    text = _pairs(model)
+    return f"{count(parameters)} parameters: {text}" if parameters is not None else text
+
+
+def _layout(layout: Mapping[str, Any]) -> str:
+    """Sizes of the axes, then the rank map: a line per place outside of tensor parallelism, its TP ranks side by side."""
+    if not layout:
+        return ""
+    axes = " x ".join(f"{axis.upper()}{layout[axis]}" for axis in ("tp", "cp", "dp", "pp") if axis in layout)
+    ranks = layout["world_size"]
+    head = f"{ranks} rank{'s' * (ranks > 1)} = {axes}{', sequence parallel' if layout.get('sp') else ''}"
+    places: dict[tuple[object, ...], list[str]] = {}
+    wheres: dict[tuple[object, ...], list[str]] = {}
+    for rank, _tp, cp, dp, pp, host, device in layout.get("rank_map", []):
+        place = (pp, dp, cp)
+        places.setdefault(place, []).append(str(rank))
+        wheres.setdefault(place, []).append(f"{host} {device}")
+    if not places:
+        return head
+    names = [name for name in ("pp", "dp", "cp") if layout.get(name, 1) > 1]
+    title = [*names, "ranks" if layout.get("tp", 1) == 1 else "ranks by tp", "where"]
+    rows: list[list[object]] = [title]
+    for place, members in list(places.items())[:_MAP_LINES]:
+        numbers = dict(zip(("pp", "dp", "cp"), place, strict=True))
+        rows.append([*(numbers[name] for name in names), " ".join(members), _where(wheres[place])])
+    text = f"{head}\n{columns(rows)}"
+    hidden = len(places) - _MAP_LINES
+    return f"{text}\n... and {hidden} more lines in the same order" if hidden > 0 else text
+
+
+def _where(places: list[str]) -> str:
+    """`node1 cuda:0-3` of single places."""
+    by_host: dict[str, list[str]] = {}
+    for place in places:
+        host, _, device = place.partition(" ")
+        by_host.setdefault(host, []).append(device)
+    texts = []
+    for host, devices in by_host.items():
+        short = devices[0] if len(set(devices)) == 1 else f"{devices[0]}-{devices[-1].rpartition(':')[2]}"
+        texts.append(f"{host} {short}")
+    return ", ".join(texts)
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    """`name value` pairs in one line; switches that are off and values that are not set are left out."""
+    parts = []
+    for name, value in values.items():
+        label = name.replace("_", " ")
+        if value is None or value is False:
+            continue
+        if value is True:
+            parts.append(label)
+        elif isinstance(value, list | tuple):
+            parts.append(f"{label} {'/'.join(map(str, value))}")
+        else:
+            parts.append(f"{label} {value:,}" if isinstance(value, int) and value >= 10_000 else f"{label} {value}")
+    return ", ".join(parts)
+
+
+def _memory(memory: Mapping[str, Any]) -> str:
+    parts = [f"{name.removesuffix('_bytes').replace('_', ' ')} {size(value)}" for name, value in memory.items()]
+    return f"{', '.join(parts)} per rank" if parts else ""
+
+
+def _param_groups(groups: Sequence[Mapping[str, Any]]) -> str:
+    if not groups:
+        return ""
+    rows: list[list[object]] = [["group", "parameters", "weight decay", "lr x"]]
+    rows += [[g["name"], count(g["parameters"]), g["weight_decay"], g["lr_mult"]] for g in groups]
+    return columns(rows)
+
+
+def _steps(data: Mapping[str, Any]) -> str:
+    if "train_iters" not in data:
+        return ""
+    first, last, tokens = data.get("first_step", 0), data["train_iters"], data.get("tokens_per_step")
+    text = f"{first} to {last}"
+    return f"{text}, {tokens:,} tokens each, {count(tokens * (last - first))} tokens in all" if tokens else text

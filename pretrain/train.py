@@ -1,0 +1,199 @@
+"""`shardwright train`: from overrides to an exit code.
+
+Started from a shell, this process becomes the launcher of all ranks, on this machine. Started by torchrun or srun it
+becomes one rank: rank 0 begins the attempt, the others wait for its file. Either way `start` decides what is to be done,
+the run folder's lock is taken, the ranks train (`rank.work`), and status.json says how it ended.
+"""
+
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import NoReturn, TextIO
+
+from rich.console import Console
+
+from shardwright.conf import compose
+from shardwright.conf.problems import Problem, RefusedError
+from shardwright.conf.schema import ResumePolicy
+from shardwright.pretrain import checkpoint_store, faults, guard, rank, ranks, summary
+from shardwright.pretrain.display import Display
+from shardwright.pretrain.events import EventLog, Story
+from shardwright.pretrain.folder import Attempt, Lock, RunFolder
+from shardwright.pretrain.launch import Outcome, defaults, launch
+from shardwright.pretrain.ranks import RankEnvironment
+from shardwright.pretrain.start import Start, begin, resolve
+
+_ATTEMPT_WAIT_SECONDS = 120
+"""How long a rank waits for rank 0 to begin the attempt; it covers the wait for the lock and a slow shared disk."""
+_STATES = {0: "done", faults.STOPPED: "stopped"}
+
+
+def train(overrides: Sequence[str], *, dry_run: bool = False) -> int:
+    """Train, or go on training, the run that the overrides describe.
+
+    Args:
+        overrides: Hydra overrides.
+        dry_run: only say what would be done.
+
+    Returns:
+        The exit code; a rank of torchrun or srun ends its process and does not return.
+
+    Raises:
+        RefusedError: before the first rank, and before anything is written.
+    """
+    environment = ranks.detect(os.environ)
+    if environment is not None and not dry_run:
+        guard.protect(os.getppid())
+    start = resolve(overrides, environment)
+    if start.finished or dry_run:
+        if environment is None or environment.rank == 0:
+            _explain(start, environment)
+        return 0
+    if environment is None:
+        return _launch_here(start, overrides)
+    if environment.rank == 0:
+        _lead(start, environment, overrides)
+    _follow(start.folder, environment)
+
+
+def _launch_here(start: Start, overrides: Sequence[str]) -> int:
+    """Be the launcher: start the ranks, show their rows as they come, and write down how it ended."""
+    start.folder.create()
+    with start.folder.lock() as lock:
+        if lock.waited:  # the other writer has changed what was read before
+            start = resolve(overrides, None)
+            if start.finished:
+                _explain(start, None)
+                return 0
+        interactive = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        display = Display(Console(), interactive=interactive, log_interval=start.config.telemetry.log_interval)
+        _show_differences(start, display)
+        try:
+            return _run_ranks(start, begin(start, overrides, {"launcher": "own"}), lock, display)
+        finally:
+            display.close()
+
+
+def _run_ranks(start: Start, attempt: Attempt, lock: Lock, display: Display) -> int:
+    folder, world_size, began = start.folder, start.config.world_size, time.monotonic()
+    story = Story(folder.events, folder.metrics, attempt=attempt.number)
+    log = EventLog(folder.events, attempt=attempt.number, rank=None)
+
+    def watch() -> None:
+        for row in story.poll():
+            (display.event if "kind" in row else display.metrics)(row)
+        display.tick()
+
+    added = defaults(os.environ, start.device)
+    if added:
+        settings = ", ".join(f"{name}={value}" for name, value in added.items())
+        display.note(f"set for the ranks, since it was not set: {settings}")
+    log.write("phase", phase=f"starting {world_size} rank{'s' * (world_size > 1)}")
+    outcome = launch(attempt, world_size=world_size, added=added, lock_fd=lock.fd, watch=watch)
+    _conclude(folder, attempt, outcome, log, display.step, time.monotonic() - began)
+    watch()
+    return outcome.exit_code
+
+
+def _lead(start: Start, environment: RankEnvironment, overrides: Sequence[str]) -> NoReturn:
+    """Be rank 0 under torchrun or srun: begin the attempt, train, and write down how it ended."""
+    start.folder.create()
+    with start.folder.lock() as lock:
+        if lock.waited:
+            start = resolve(overrides, environment)
+        environment = ranks.listen(environment)
+        details = {
+            "launcher": environment.launcher,
+            "launch_id": environment.launch_id,
+            "master_port": environment.master_port,
+        }
+        attempt, began = begin(start, overrides, details), time.monotonic()
+        console = Console(file=_log_into(attempt, environment.rank))
+        display = Display(console, interactive=False, log_interval=start.config.telemetry.log_interval)
+        _show_differences(start, display)
+        exit_code = rank.work(environment, attempt, display=display)
+        failures = faults.collect(attempt.errors) if exit_code not in _STATES else []
+        failure = faults.culprit(failures) if failures else None
+        outcome = Outcome(exit_code=failure.exit_code if failure else exit_code, failure=failure)
+        log = EventLog(start.folder.events, attempt=attempt.number, rank=0, listener=display.event)
+        _conclude(start.folder, attempt, outcome, log, display.step, time.monotonic() - began)
+        rank.leave(outcome.exit_code)
+
+
+def _follow(folder: RunFolder, environment: RankEnvironment) -> NoReturn:
+    """Be another rank under torchrun or srun: wait for rank 0's attempt and train."""
+    deadline = time.monotonic() + _ATTEMPT_WAIT_SECONDS
+    while (attempt := folder.running_attempt(environment.launch_id)) is None:
+        if time.monotonic() > deadline:
+            rule = f"rank 0 began no attempt there within {_ATTEMPT_WAIT_SECONDS} s ({environment.launch_id})"
+            remedy = "see what rank 0 says; all machines must see the same folder"
+            raise RefusedError([Problem(key="run.dir", value=folder.path, rule=rule, remedy=remedy)])
+        time.sleep(0.2)
+    terminal = _log_into(attempt, environment.rank)
+    environment = dataclasses.replace(environment, master_port=attempt.launch["master_port"])
+    exit_code = rank.work(environment, attempt)
+    failure = faults.read(attempt.errors, environment.rank)
+    if failure is not None:
+        print(f"rank {failure.rank} on {failure.host} failed: {failure.error}", file=terminal, flush=True)
+        if not failure.communication:  # rank 0 may be killed before it can say so
+            folder.write_status("failed", attempt, exit_code=exit_code, step=None, error=failure.as_event())
+    rank.leave(exit_code)
+
+
+def _conclude(
+    folder: RunFolder, attempt: Attempt, outcome: Outcome, log: EventLog, step: int | None, seconds: float
+) -> None:
+    """Write the fault and the status; the `end` event of a run that ended well was written by rank 0."""
+    state, failure = _STATES.get(outcome.exit_code, "failed"), outcome.failure
+    if failure is not None:
+        path = attempt.log(failure.rank)
+        tail = "\n".join(faults.last_lines(path)) if failure.vanished else None
+        log.write("fault", step, **failure.as_event(), log=str(path), tail=tail)
+    if state == "failed":
+        log.write("end", step, state=state, seconds=seconds, exit_code=outcome.exit_code)
+    error = None if failure is None else failure.as_event()
+    folder.write_status(state, attempt, exit_code=outcome.exit_code, step=step, error=error)
+
+
+def _log_into(attempt: Attempt, rank_number: int) -> TextIO:
+    """Turn standard output and error into the rank's log; returns the former standard output."""
+    terminal = os.fdopen(os.dup(1), "w")
+    with attempt.log(rank_number).open("ab") as log:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(log.fileno(), stream.fileno())
+    return terminal
+
+
+def _show_differences(start: Start, display: Display) -> None:
+    if start.differences:
+        facts = []
+        for difference in start.differences:
+            change = f"{compose.shown(difference.saved)} -> {compose.shown(difference.present)}"
+            warning = " (results change)" if difference.policy is ResumePolicy.warn else ""
+            facts.append((difference.key, change + warning))
+        display.table(f"changed against {start.folder.config}", facts, "yellow")
+
+
+def _explain(start: Start, environment: RankEnvironment | None) -> None:
+    """Say what would be done, or that nothing is left to do."""
+    interactive = sys.stdout.isatty()
+    display = Display(Console(), interactive=interactive, log_interval=start.config.telemetry.log_interval)
+    _show_differences(start, display)
+    folder, config = start.folder, start.config
+    if start.finished:
+        newest = max(checkpoint_store.committed(folder))
+        longer = f"{summary.continue_command(folder.path)} schedule.train_iters={2 * newest}"
+        facts = [("run folder", str(folder.path)), ("steps", f"{newest} of {config.schedule.train_iters}")]
+        display.table("nothing left to do: this run is finished", [*facts, ("train longer", longer)], "green")
+        return
+    by = "started here" if environment is None else f"started by {environment.launcher}"
+    facts = [
+        ("run", f"{config.run.name} in {folder.path} ({'goes on' if folder.config.exists() else 'new'})"),
+        ("ranks", f"{config.world_size} on {start.device}, {by}"),
+        ("starts from", str(start.load) if start.load else "step 0"),
+        ("trains to", f"step {config.schedule.train_iters}"),
+    ]
+    display.table("a dry run: nothing was written or started", facts, "cyan")
