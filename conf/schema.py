@@ -183,7 +183,11 @@ class Model:
 
 @dataclass(kw_only=True, slots=True)
 class Parallel:
-    """How the model and the batch are split over ranks."""
+    """How the model and the batch are split over ranks.
+
+    Optimizer state and main weights are always sharded over the data-parallel ranks (megatron-core's distributed
+    optimizer, ZeRO-1).
+    """
 
     tp: int = key(resume="free")
     """Tensor parallelism (megatron-core: tensor_model_parallel_size)."""
@@ -191,12 +195,10 @@ class Parallel:
     """Sequence parallelism (megatron-core: sequence_parallel): norms and dropout split over the TP ranks."""
     pp: int = key(resume="free")
     """Pipeline parallelism (megatron-core: pipeline_model_parallel_size)."""
-    use_distributed_optimizer: bool = key(resume="free")
-    """Shard optimizer state and main weights over the data-parallel ranks (ZeRO-1)."""
     overlap_grad_reduce: bool = key(resume="free")
     """Reduce gradients while the backward pass still runs."""
     overlap_param_gather: bool = key(resume="free")
-    """Gather updated parameters while the forward pass already runs; needs the distributed optimizer."""
+    """Gather updated parameters while the forward pass already runs; needs `overlap_grad_reduce`."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -100,12 +100,11 @@ def stages_hold_equal_layers(config: Config) -> Iterator[Problem]:
         yield Problem(key="parallel.pp", value=pp, rule=rule, remedy=nearest("parallel.pp", pp, divisors(layers)))
 
 
-def gathering_needs_its_partners(config: Config) -> Iterator[Problem]:
-    for partner in ("use_distributed_optimizer", "overlap_grad_reduce"):
-        if config.parallel.overlap_param_gather and not getattr(config.parallel, partner):
-            rule = f"needs parallel.{partner}=true"
-            remedy = "parallel.overlap_param_gather=false works"
-            yield Problem(key="parallel.overlap_param_gather", value="true", rule=rule, remedy=remedy)
+def gathering_needs_overlapped_reduction(config: Config) -> Iterator[Problem]:
+    if config.parallel.overlap_param_gather and not config.parallel.overlap_grad_reduce:
+        rule = "needs parallel.overlap_grad_reduce=true"
+        remedy = "parallel.overlap_param_gather=false works"
+        yield Problem(key="parallel.overlap_param_gather", value="true", rule=rule, remedy=remedy)
 
 
 def batch_splits_evenly(config: Config) -> Iterator[Problem]:
@@ -187,7 +186,7 @@ CONFIG_RULES = (
     query_groups_share_heads,
     sequence_parallelism_needs_ranks,
     stages_hold_equal_layers,
-    gathering_needs_its_partners,
+    gathering_needs_overlapped_reduction,
     batch_splits_evenly,
     positions_cover_the_sequence,
     rotary_channels_come_in_pairs,

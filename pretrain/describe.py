@@ -3,7 +3,6 @@
 import socket
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from shardwright.parallel.mcore.engine import Engine
@@ -20,14 +19,13 @@ _MODEL_FIELDS = (
 )
 
 
-def rank_map(plan: Plan, device: torch.device) -> list[list[Any]]:
+def rank_map(plan: Plan, engine: Engine) -> list[list[Any]]:
     """Rows [rank, tp, cp, dp, pp, host, device] of all ranks.
 
     Collective: all-gather over the world; every rank calls it.
     """
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     places: list[Any] = [None] * plan.layout.world_size
-    dist.all_gather_object(places, (socket.gethostname(), name))
+    dist.all_gather_object(places, (socket.gethostname(), engine.device_name))
     rows = []
     for rank, (host, kind) in enumerate(places):
         at = plan.layout.coordinates(rank)

@@ -99,7 +99,7 @@ class Loop:
             return
         tokens_per_second = self.plan.batch.tokens_per_step / seconds
         rank_flops = tokens_per_second * self.plan.flops_per_token / self.plan.layout.world_size
-        peak = peak_flops(self.context.gpu_name) if self.context.gpu_name else None
+        peak = peak_flops(self.engine.device_name)
         row: dict[str, Any] = {
             "step": state.step,
             "loss": result.loss,
@@ -114,7 +114,7 @@ class Loop:
             "consumed_samples": state.position.consumed_samples,
             "step_seconds": seconds,
         }
-        self.context.write_metrics(row)
+        self.context.metrics.append(row)
 
 
 def _peak_memory_bytes(device: torch.device) -> int:

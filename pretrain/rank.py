@@ -47,6 +47,11 @@ class RankContext:
     stop_requested: Callable[[], bool]
     """Whether this rank was asked to save and stop; the ranks must agree on a step before they act on it."""
 
+    def phase(self, name: str) -> None:
+        """Tell what is being done before the first step; rank 0 speaks for all."""
+        if self.environment.rank == 0:
+            self.events.write("phase", phase=name)
+
 
 class StopLatch:
     """Remembers that a stop signal came; nothing else happens inside the handler."""

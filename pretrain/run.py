@@ -50,7 +50,7 @@ def run_rank(context: RankContext) -> int:
         context.phase("loading the checkpoint")
         shards.load(engine, context.load, with_rng=TrainerState.read_layout(context.load) == plan.layout)
 
-    ranks = rank_map(plan, device)
+    ranks = rank_map(plan, engine)
     if env.rank == 0:
         _forget_later_steps(context, state.step)
         context.events.write("start", state.step, **describe(context, plan, engine, ranks, state.step))

@@ -21,6 +21,7 @@ from shardwright.conf.compose import Difference
 from shardwright.conf.problems import Problem, refuse
 from shardwright.conf.schema import Config, ResumePolicy
 from shardwright.pretrain import checkpoint_store, checks, machine, provenance, ranks
+from shardwright.pretrain.checkpoint_store import Committed
 from shardwright.pretrain.folder import Attempt, RunFolder, write_atomic
 from shardwright.pretrain.machine import Machine
 from shardwright.pretrain.ranks import RankEnvironment
@@ -34,7 +35,7 @@ class Start:
     folder: RunFolder
     differences: list[Difference]
     """Keys in which it differs from the frozen configuration."""
-    load: Path | None
+    load: Committed | None
     """Checkpoint to continue from; None starts at step 0."""
     machine: Machine
     finished: bool
@@ -68,10 +69,16 @@ def resolve(overrides: Sequence[str], environment: RankEnvironment | None) -> St
     refuse(problems)
     if environment is not None:
         ranks.detect(os.environ, config)
-    load = checkpoint_store.find(config, folder)
-    newest = max(checkpoint_store.committed(folder), default=-1)
-    finished = folder.status().get("state") == "done" and newest >= config.schedule.train_iters
-    return Start(config=config, folder=folder, differences=differences, load=load, machine=found, finished=finished)
+    load = checkpoint_store.find(config.checkpoint, folder.checkpoints)
+    done = load is not None and load.step >= config.schedule.train_iters
+    return Start(
+        config=config,
+        folder=folder,
+        differences=differences,
+        load=load,
+        machine=found,
+        finished=done and folder.status().get("state") == "done",
+    )
 
 
 def begin(start: Start, overrides: Sequence[str], details: Mapping[str, Any]) -> Attempt:
@@ -85,7 +92,7 @@ def begin(start: Start, overrides: Sequence[str], details: Mapping[str, Any]) ->
     folder, text = start.folder, compose.dump(start.config)
     if not folder.config.exists():
         folder.freeze(text, overrides)
-    told = {"device": start.device, "load": None if start.load is None else str(start.load), **details}
+    told = {"device": start.device, "load": None if start.load is None else str(start.load.path), **details}
     attempt = folder.new_attempt(text, told)
     write_atomic(attempt.path / "provenance.json", json.dumps(provenance.gather(start.machine), indent=1) + "\n")
     folder.write_status("running", attempt)

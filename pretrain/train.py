@@ -17,7 +17,7 @@ from rich.console import Console
 from shardwright.conf import compose
 from shardwright.conf.problems import Problem, RefusedError
 from shardwright.conf.schema import ResumePolicy
-from shardwright.pretrain import checkpoint_store, faults, guard, rank, ranks, summary
+from shardwright.pretrain import faults, guard, rank, ranks, summary
 from shardwright.pretrain.display import Display
 from shardwright.pretrain.events import EventLog, Story
 from shardwright.pretrain.folder import Attempt, Lock, RunFolder
@@ -184,16 +184,17 @@ def _explain(start: Start, environment: RankEnvironment | None) -> None:
     _show_differences(start, display)
     folder, config = start.folder, start.config
     if start.finished:
-        newest = max(checkpoint_store.committed(folder))
-        longer = f"{summary.continue_command(folder.path)} schedule.train_iters={2 * newest}"
-        facts = [("run folder", str(folder.path)), ("steps", f"{newest} of {config.schedule.train_iters}")]
+        assert start.load is not None
+        step = start.load.step
+        longer = f"{summary.continue_command(folder.path)} schedule.train_iters={2 * step}"
+        facts = [("run folder", str(folder.path)), ("steps", f"{step} of {config.schedule.train_iters}")]
         display.table("nothing left to do: this run is finished", [*facts, ("train longer", longer)], "green")
         return
     by = "started here" if environment is None else f"started by {environment.launcher}"
     facts = [
         ("run", f"{config.run.name} in {folder.path} ({'goes on' if folder.config.exists() else 'new'})"),
         ("ranks", f"{config.world_size} on {start.device}, {by}"),
-        ("starts from", str(start.load) if start.load else "step 0"),
+        ("starts from", str(start.load.path) if start.load else "step 0"),
         ("trains to", f"step {config.schedule.train_iters}"),
     ]
     display.table("a dry run: nothing was written or started", facts, "cyan")

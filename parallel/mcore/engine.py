@@ -62,6 +62,7 @@ class Engine:
     ) -> None:
         self.config, self.layout, self.device = config, layout, device
         self.groups, self.control_group = groups.model, groups.control
+        self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         self.is_last_stage = layout.coordinates(rank).pp == layout.pp - 1
         configs = megatron_configs(config, layout, device)
         self.transformer_config = configs.transformer

@@ -83,10 +83,12 @@ def _transformer(config: Config, layout: Layout, device: torch.device) -> Transf
 
 
 def _ddp(config: Config) -> DistributedDataParallelConfig:
+    # always the distributed optimizer: on one data-parallel rank it costs nothing, and its checkpoints, which do not
+    # interchange with the plain optimizer's, then load in every layout
     parallel = config.parallel
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.precision.grad_reduce_in_fp32,
-        use_distributed_optimizer=parallel.use_distributed_optimizer,
+        use_distributed_optimizer=True,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
     )
@@ -105,6 +107,6 @@ def _optimizer(config: Config) -> OptimizerConfig:
         clip_grad=optimizer.clip_grad,
         bf16=dtype == torch.bfloat16,
         params_dtype=dtype,
-        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+        use_distributed_optimizer=True,
         overlap_param_gather=config.parallel.overlap_param_gather,
     )

@@ -15,10 +15,6 @@ tensor in ten steps. Per element the difference is larger where a gradient is ne
 
 LAYOUTS = {
     "data parallel": (2, []),
-    "data parallel without the distributed optimizer": (
-        2,
-        ["parallel.use_distributed_optimizer=false", "parallel.overlap_param_gather=false"],
-    ),
     "data parallel without overlap": (
         2,
         ["parallel.overlap_grad_reduce=false", "parallel.overlap_param_gather=false"],
