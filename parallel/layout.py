@@ -69,7 +69,7 @@ class Layout:
             for name in axes:
                 product *= sizes[name]
                 terms.append(f"{name.upper()} {sizes[name]}")
-            if world_size % product and not (axes[0] == "etp" and ep == etp == 1):
+            if world_size % product and not ("etp" in axes and ep == etp == 1):
                 below, above = world_size // product * product, -(-world_size // product) * product
                 fitting = " or ".join(str(n) for n in (below, above) if n)
                 found.append(
