@@ -20,13 +20,10 @@ USABLE := import sys, sysconfig, ctypes, ensurepip, ssl, venv; \
   sys.exit(not ((3, 12) <= sys.version_info < (3, 14) and sys.implementation.name == "cpython" \
   and not sysconfig.get_config_var("Py_GIL_DISABLED")))
 define FIND_PYTHON
-case "$$(uname -sm) $$(getconf GNU_LIBC_VERSION 2>/dev/null || true)" in
-  "Linux x86_64 glibc "*) ;;
-  *) echo "make: this needs Linux x86-64 with glibc 2.28 or later, as PyTorch does; here is $$(uname -sm)" >&2; exit 1 ;;
-esac
-glibc=$$(getconf GNU_LIBC_VERSION | cut -d' ' -f2)
-if [ "$$(printf '%s\n' 2.28 "$$glibc" | sort -V | head -n 1)" != 2.28 ]; then
-  echo "make: this needs glibc 2.28 or later, as PyTorch does; here is glibc $$glibc" >&2; exit 1
+here="$$(uname -sm), $$(getconf GNU_LIBC_VERSION 2>/dev/null || echo no glibc)"
+if [[ $$here != "Linux x86_64, glibc "* || $$(printf '%s\n' 2.28 "$${here##* }" | sort -V | head -n 1) != 2.28 ]]; then
+  echo "make: this needs Linux x86-64 with glibc 2.28 or later, as PyTorch does; here is $$here" >&2
+  exit 1
 fi
 versions="$${PYENV_ROOT:-$$HOME/.pyenv}/versions"
 found=
@@ -50,7 +47,8 @@ help: ## this list
 	@if [ ! -e $@ ]; then
 	$(FIND_PYTHON)
 	  echo "Making .venv with $$("$$found" -c 'import sys; print(sys.executable)')"
-	  "$$found" -m venv --clear .venv
+	  rm -rf .venv
+	  "$$found" -m venv .venv
 	fi
 	rm -f $@
 	echo "Installing shardwright and what it needs into .venv: 4.6 GB on disk, some minutes, quiet until done"

@@ -41,7 +41,7 @@ def main() -> int:
         if reason := missing(section):
             outcomes[section] = f"skipped: {reason}"
         else:
-            command = [sys.executable, "-m", "pytest", "-q", f"tests/{section}", *choice]
+            command = [sys.executable, "-m", "pytest", "--no-header", f"tests/{section}", *choice]
             code = subprocess.run(command, cwd=TESTS.parent, env=environment, check=False).returncode
             outcomes[section] = "passed" if code == 0 else f"FAILED (pytest exit code {code})"
         print(f"tests/{section} {outcomes[section]}", flush=True)
