@@ -1,7 +1,7 @@
 """The whole configuration as typed dataclasses: one class per Hydra group, a docstring under every field.
 
-YAML files in the folders beside this module give the values (`conf/model/*.yaml`, ...); the classes give types, meaning,
-and what a change means to a run that resumes. Field names of `model` and `optimizer` are megatron-core's own.
+YAML files in the folders beside this module give the values (`conf/model/*.yaml`, ...); the classes give types,
+meaning, and what a change means to a run that resumes. Field names of `model` and `optimizer` are megatron-core's own.
 A config is what the user wrote and never changes: whatever is computed from it lives in frozen objects (`Layout`,
 `BatchPlan`). Enums and not `Literal`, which OmegaConf 2.3 refuses; their names equal their values. Not `frozen`:
 OmegaConf cannot compose into frozen classes.

@@ -68,7 +68,7 @@ class Layout:
         for axes in (("tp", "cp", "pp"), ("etp", "ep", "pp")):
             product = math.prod(sizes[name] for name in axes)
             used = [name for name in axes if sizes[name] > 1]
-            if world_size % product and not (axes[0] == "etp" and ep == etp == 1):
+            if world_size % product and not ("etp" in axes and ep == etp == 1):
                 below, above = world_size // product * product, -(-world_size // product) * product
                 fitting = " or ".join(str(n) for n in (below, above) if n)
                 found.append(
