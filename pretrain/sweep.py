@@ -99,6 +99,7 @@ def _points(overrides: Sequence[str]) -> list[Point]:
             key, _, value = text.partition("=")
             try:
                 (override,) = parser.parse_overrides([text])
+                choices.pop(override.get_key_element(), None)
                 choices[override.get_key_element()] = (_values(override), override.is_sweep_override())
             except (HydraException, ValueError) as error:
                 rule = f"cannot be swept ({str(error).splitlines()[0]})"

@@ -1,0 +1,232 @@
+"""Every rule of a run, by the override that breaks it; each names its key and the nearest values that work."""
+
+import dataclasses
+
+import pytest
+
+from shardwright.conf.compose import compose, schema_keys
+from shardwright.conf.problems import Problem
+from shardwright.conf.schema import Config
+from shardwright.pretrain import checks, plan
+from shardwright.pretrain.machine import Gpu, Machine, device
+from shardwright.pretrain.ranges import divisors, ranged_keys
+
+GIB = 2**30
+INSTALLED = {"torch": "2.11.0", "megatron_core": "0.19.2", "transformer_engine": "2.20.2"}
+WITHOUT_TE = {**INSTALLED, "transformer_engine": None}
+H200 = Gpu("NVIDIA H200", (9, 0), 141 * GIB)
+A100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 80 * GIB)
+CPU_MACHINE = Machine(versions=WITHOUT_TE, notes=("NVML: NVML Shared Library Not Found",))
+FP8 = "precision=fp8_delayed"
+
+
+def broken(*overrides: str) -> list[Problem]:
+    return checks.config_problems(compose(overrides))
+
+
+def broken_here(machine: Machine, *overrides: str) -> list[Problem]:
+    return checks.machine_problems(compose(overrides), machine)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["experiment=quickstart"],
+        [
+            *("model=llama3_8b", "cluster=dgx_h200", "cluster.nodes=2", "parallel.tp=8", "parallel.sp=true", FP8),
+            *("data.seq_length=8192", "data.micro_batch_size=1", "data.global_batch_size=16"),
+        ],
+        ["parallel.tp=4", "cluster.ranks=4"],  # two query groups for four ranks
+        ["schedule.lr_warmup_iters=100"],
+        ["data.split=[1,0,0]", "schedule.eval_iters=0"],
+        ["data.source=mock", "data.vocab_size=100"],
+        ["optimizer.min_lr=0", "schedule.lr_decay_iters=1000"],
+    ],
+)
+def test_a_sound_configuration_breaks_no_rule(overrides: list[str]) -> None:
+    assert broken(*overrides) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "remedy"),
+    [
+        ("parallel.tp=2 cluster.ranks=3", "parallel.tp", "cluster.ranks=2 or 4 works"),
+        ("parallel.tp=2 parallel.pp=2 cluster.ranks=6", "parallel.tp * parallel.pp", "cluster.ranks=4 or 8 works"),
+        (
+            "cluster.nodes=2 cluster.ranks=5 data.global_batch_size=20",
+            "cluster.ranks",
+            "=4 or cluster.ranks=6 works",
+        ),
+        (
+            "cluster=dgx_h100 cluster.ranks=16 data.global_batch_size=64",
+            "cluster.ranks",
+            "cluster.ranks=8 or cluster.nodes=2 works",
+        ),
+        ("parallel.tp=3 cluster.ranks=3", "parallel.tp", "parallel.tp=2 or parallel.tp=4 works"),
+        ("parallel.tp=8 cluster.ranks=8", "parallel.tp", "parallel.tp=4 works"),
+        ("parallel.tp=4 cluster.ranks=4 model.ffn_hidden_size=386", "parallel.tp", "parallel.tp=2 works"),
+        (
+            "parallel.tp=2 cluster.ranks=2 model.vocab_size=2047 model.make_vocab_size_divisible_by=1",
+            "parallel.tp",
+            "=1",
+        ),
+        ("parallel.tp=2 parallel.sp=true cluster.ranks=2 data.seq_length=255", "parallel.tp", "parallel.tp=1 works"),
+        (
+            "parallel.tp=2 cluster.ranks=2 model.num_attention_heads=6 model.num_query_groups=3",
+            "parallel.tp",
+            "parallel.tp=1 works",
+        ),
+        ("parallel.sp=true", "parallel.sp", "parallel.sp=false or parallel.tp=2 works"),
+        ("model.num_query_groups=3", "model.num_query_groups", "groups=2 or model.num_query_groups=4 works"),
+        ("parallel.pp=3 cluster.ranks=3", "parallel.pp", "parallel.pp=2 or parallel.pp=4 works"),
+        ("data.global_batch_size=6", "data.global_batch_size", "size=4 or data.global_batch_size=8 works"),
+        ("cluster.ranks=4", "data.global_batch_size", "data.global_batch_size=16 works"),
+        ("parallel.overlap_grad_reduce=false", "parallel.overlap_param_gather", "overlap_param_gather=false works"),
+        ("parallel.use_distributed_optimizer=false", "parallel.overlap_param_gather", "param_gather=false works"),
+        ("model.max_position_embeddings=128", "data.seq_length", "data.seq_length=128 or"),
+        ("model.kv_channels=31", "model.kv_channels", "model.kv_channels=30 or model.kv_channels=32 works"),
+        ("data.vocab_size=4096", "data.vocab_size", "data.vocab_size=2048 or model.vocab_size=4096 works"),
+        ("data.vocab_size=256", "data.vocab_size", "at least data.vocab_size=257"),
+        ("data.split=[98,2]", "data.split", "data.split=[98,1,1] works"),
+        ("data.split=[98,-1,3]", "data.split", "data.split=[98,1,1] works"),
+        ("data.split=[0,0,0]", "data.split", "data.split=[98,1,1] works"),
+        ("data.split=[1,0,0]", "data.split", "schedule.eval_iters=0"),
+        ("optimizer.min_lr=1", "optimizer.min_lr", "optimizer.min_lr=0.001 works"),
+        ("schedule.lr_warmup_iters=101", "schedule.lr_warmup_iters", "lr_warmup_iters=100 or schedule.train_iters=101"),
+        ("schedule.lr_decay_iters=5", "schedule.lr_warmup_iters", "lr_warmup_iters=5 or schedule.lr_decay_iters=10"),
+        ("run.name='' run.dir=x", "run.name", ""),
+        ("run.dir=''", "run.dir", ""),
+        (f"{FP8} cluster.gpu=none", "precision.fp8", "precision=bf16, or cluster.gpu=auto|h100|h200|b200|gb200"),
+        (f"{FP8} precision.dtype=fp32", "precision.fp8", "precision.dtype=bf16 works"),
+        (f"{FP8} model.hidden_size=120", "model.hidden_size", "hidden_size=112 or model.hidden_size=128 works"),
+        (
+            f"{FP8} model.ffn_hidden_size=368 parallel.tp=2 cluster.ranks=2",
+            "model.ffn_hidden_size",
+            "model.ffn_hidden_size=352 or model.ffn_hidden_size=384 works",
+        ),
+        (
+            f"{FP8} model.kv_channels=8 parallel.tp=4 cluster.ranks=4",
+            "model.kv_channels",
+            "model.kv_channels=16 works",
+        ),
+        (
+            f"{FP8} data.seq_length=252 data.micro_batch_size=1 parallel.tp=2 parallel.sp=true cluster.ranks=2",
+            "data.seq_length",
+            "data.seq_length=240 or data.seq_length=256 works",
+        ),
+    ],
+)
+def test_a_broken_rule_names_its_key_and_what_works(overrides: str, key: str, remedy: str) -> None:
+    found = broken(*overrides.split())
+    assert [problem.key for problem in found] == [key]
+    assert remedy in str(found[0])
+
+
+@pytest.mark.parametrize(
+    ("override", "remedy"),
+    [
+        ("model.num_layers=0", "model.num_layers=1 works"),
+        ("parallel.tp=0", "parallel.tp=1 works"),
+        ("parallel.pp=-1", "parallel.pp=1 works"),
+        ("run.seed=0", "run.seed=1 works"),
+        ("checkpoint.keep_last=0", "checkpoint.keep_last=1 works"),
+        ("cluster.ranks=0", "cluster.ranks=1 works"),
+        ("cluster.nodes=0", "cluster.nodes=1 works"),
+        ("data.micro_batch_size=0", "data.micro_batch_size=1 works"),
+        ("model.num_query_groups=0", "model.num_query_groups=1 works"),
+        ("model.make_vocab_size_divisible_by=0", "model.make_vocab_size_divisible_by=1 works"),
+        ("precision.fp8_margin=-1", "precision.fp8_margin=0 works"),
+        ("precision.fp8_amax_history_len=0", "precision.fp8_amax_history_len=1 works"),
+        ("schedule.eval_interval=-1", "schedule.eval_interval=0 works"),
+        ("optimizer.lr=0", "must be above 0"),
+        ("optimizer.adam_beta2=1", "must be at least 0 and below 1"),
+        ("model.hidden_dropout=-0.1", "model.hidden_dropout=0 works"),
+    ],
+)
+def test_a_number_out_of_range_is_refused_without_upsetting_other_rules(override: str, remedy: str) -> None:
+    found = broken(override)
+    assert override in str(found[0]) or float(str(found[0].value)) == float(override.partition("=")[2])
+    assert remedy in str(found[0])
+
+
+def test_every_number_of_the_schema_has_a_range() -> None:
+    numbers = {key for key, kind in schema_keys().items() if kind in (int, float, int | None)}
+    assert set(ranged_keys()) == numbers
+
+
+def test_all_broken_rules_are_found_together() -> None:
+    found = broken(
+        "parallel.tp=3", "schedule.lr_warmup_iters=999", "data.split=[1]", "optimizer.min_lr=2", "run.seed=-1"
+    )
+    keys = {problem.key for problem in found}
+    assert {"parallel.tp", "schedule.lr_warmup_iters", "data.split", "optimizer.min_lr", "run.seed"} <= keys
+
+
+def test_divisors_are_complete_and_ascending() -> None:
+    for number in range(200):
+        assert divisors(number) == [part for part in range(1, number + 1) if number % part == 0]
+
+
+# ---- machine rules ---------------------------------------------------------------------------------------------------
+
+
+def machine_of(*gpus: Gpu, te: str | None = "2.20.2") -> Machine:
+    return Machine(gpus=gpus, driver="580.1", versions={**INSTALLED, "transformer_engine": te})
+
+
+def test_a_machine_without_gpus_trains_on_the_cpu_and_needs_no_transformer_engine() -> None:
+    assert broken_here(CPU_MACHINE, "experiment=quickstart") == []
+    assert broken_here(CPU_MACHINE, "cluster.ranks=2") == []
+
+
+def test_a_machine_with_gpus_trains_on_them() -> None:
+    assert broken_here(machine_of(H200, H200), "cluster.ranks=2", FP8) == []
+    assert broken_here(machine_of(H200), "cluster.gpu=h200", "precision=bf16") == []
+
+
+@pytest.mark.parametrize(
+    ("choice", "gpus", "expected"),
+    [("auto", (H200,), "cuda"), ("auto", (), "cpu"), ("none", (H200,), "cpu"), ("h200", (), "cuda")],
+)
+def test_the_device_follows_the_config_and_the_machine(choice: str, gpus: tuple[Gpu, ...], expected: str) -> None:
+    assert device(compose([f"cluster.gpu={choice}"]), machine_of(*gpus)) == expected
+
+
+@pytest.mark.parametrize(
+    ("machine", "overrides", "key", "words"),
+    [
+        (CPU_MACHINE, "cluster.gpu=h200", "cluster.gpu", "NVML Shared Library Not Found"),
+        (CPU_MACHINE, "cluster.gpu=h200", "transformer-engine", "pip install"),
+        (CPU_MACHINE, FP8, "precision.fp8", "this machine shows none; precision=bf16 works"),
+        (CPU_MACHINE, FP8, "transformer-engine", "transformer-engine 2.20 or newer is needed"),
+        (machine_of(H200), "cluster.ranks=2", "cluster.ranks", "cluster.ranks=1 works, or cluster.gpu=none"),
+        (machine_of(H200), "cluster.nodes=2 cluster.gpus_per_node=2", "cluster.ranks", "cluster.ranks=2 works"),
+        (machine_of(H200), "cluster.gpu=h100", "cluster.gpu", "has NVIDIA H200"),
+        (machine_of(A100), FP8, "precision.fp8", "needs compute capability 8.9, and NVIDIA A100-SXM4-80GB has 8.0"),
+        (machine_of(H200, te=None), "precision=bf16", "transformer-engine", "missing"),
+        (machine_of(H200, te="2.3.0"), "precision=bf16", "transformer-engine", "--upgrade"),
+        (Machine(versions={**WITHOUT_TE, "megatron_core": "0.16.1"}), "", "megatron-core", "0.19.2 or newer"),
+        (Machine(versions={**WITHOUT_TE, "torch": None}), "", "torch", "pip install torch"),
+    ],
+)
+def test_a_machine_that_cannot_run_it_is_told_why(machine: Machine, overrides: str, key: str, words: str) -> None:
+    found = {problem.key: str(problem) for problem in broken_here(machine, *overrides.split())}
+    assert words in found[key]
+
+
+def test_a_gpu_that_hides_its_capability_is_not_judged() -> None:
+    assert broken_here(machine_of(Gpu(None, None, None)), FP8) == []
+
+
+def test_ranks_on_several_machines_need_a_launcher() -> None:
+    (problem,) = checks.own_ranks_problems(compose(["cluster.nodes=2"]))
+    assert "torchrun or srun" in str(problem)
+    assert checks.own_ranks_problems(compose([])) == []
+
+
+def test_ranks_of_one_machine_are_its_share_of_the_world() -> None:
+    config: Config = compose(["cluster.nodes=2", "cluster.gpus_per_node=4"])
+    assert plan.local_ranks(config) == 4
+    one = dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, nodes=1, ranks=3))
+    assert plan.local_ranks(one) == 3

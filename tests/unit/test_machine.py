@@ -1,0 +1,114 @@
+"""The machine is looked at through NVML and package metadata; whatever is missing or denied is None and a note."""
+
+from collections.abc import Callable
+from importlib import metadata, util
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml
+import pytest
+
+from shardwright.conf.problems import RefusedError
+from shardwright.pretrain import machine, requirements
+from shardwright.pretrain.machine import Gpu
+
+UUIDS = ("GPU-aaaa1111", "GPU-aabb2222", "GPU-cccc3333")
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """An NVML with three GPUs; called with a query's name, that query is denied."""
+
+    def query(answer: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def ask(*arguments: Any) -> Any:
+            if name in denied:
+                raise pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION)
+            return answer(*arguments)
+
+        ask.__name__ = name
+        return ask
+
+    denied: set[str] = set()
+    answers: dict[str, Callable[..., Any]] = {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlSystemGetDriverVersion": lambda: "580.1",
+        "nvmlDeviceGetCount": lambda: len(UUIDS),
+        "nvmlDeviceGetHandleByIndex": lambda index: f"handle {index}",
+        "nvmlDeviceGetUUID": lambda handle: UUIDS[int(handle[-1])],
+        "nvmlDeviceGetName": lambda handle: f"NVIDIA GPU {handle[-1]}",
+        "nvmlDeviceGetCudaComputeCapability": lambda handle: (9, int(handle[-1])),
+        "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(total=1024),
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(pynvml, name, query(answer, name))
+    return lambda name: denied.add(name)
+
+
+def visible(selection: str | None) -> list[str | None]:
+    found = machine.detect({} if selection is None else {"CUDA_VISIBLE_DEVICES": selection})
+    return [gpu.name and gpu.name[-1] for gpu in found.gpus]
+
+
+def test_gpus_are_described(nvml: Callable[..., None]) -> None:
+    found = machine.detect({})
+    assert found.gpus[1] == Gpu(name="NVIDIA GPU 1", compute_capability=(9, 1), memory_bytes=1024)
+    assert (len(found.gpus), found.driver, found.notes) == (3, "580.1", ())
+
+
+@pytest.mark.parametrize(
+    ("selection", "expected"),
+    [
+        (None, ["0", "1", "2"]),
+        ("2,0", ["2", "0"]),
+        ("", []),
+        ("-1", []),
+        ("0,-1,1", ["0"]),
+        ("0,7,1", ["0"]),
+        ("GPU-cccc3333", ["2"]),
+        ("GPU-c, 1", ["2", "1"]),
+        ("GPU-aa", []),
+        ("NoDevFiles", []),
+    ],
+)
+def test_visible_devices_are_read_as_cuda_reads_them(
+    nvml: Callable[..., None], selection: str | None, expected: list[str]
+) -> None:
+    assert visible(selection) == expected
+
+
+def test_without_nvml_there_are_no_gpus_and_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", absent)
+    found = machine.detect({})
+    assert found.gpus == ()
+    assert found.notes == ("NVML: NVML Shared Library Not Found",)
+
+
+def test_a_denied_query_costs_its_own_field_alone_and_one_note(nvml: Callable[..., None]) -> None:
+    nvml("nvmlDeviceGetMemoryInfo")
+    found = machine.detect({})
+    assert [gpu.memory_bytes for gpu in found.gpus] == [None] * 3
+    assert [gpu.compute_capability for gpu in found.gpus] == [(9, 0), (9, 1), (9, 2)]
+    (note,) = found.notes
+    assert "DeviceGetMemoryInfo" in note and "Permission" in note
+
+
+def test_a_requirement_is_met_by_version_and_refused_with_the_way_to_install_it() -> None:
+    assert requirements.problem("torch", "2.11.0+cu130") is None
+    assert requirements.problem("torch", "unknown") is None
+    assert "pip install torch" in str(requirements.problem("torch", None))
+    assert "torch=2.4.1: torch 2.11 or newer is needed" in str(requirements.problem("torch", "2.4.1"))
+
+
+def test_a_package_is_looked_up_by_what_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda distribution: "9.9")
+    monkeypatch.setattr(util, "find_spec", lambda name: None)
+    assert requirements.version("transformer_engine") is None
+    with pytest.raises(RefusedError, match="transformer-engine=missing"):
+        requirements.require("transformer_engine")
+    monkeypatch.setattr(util, "find_spec", lambda name: object())
+    assert requirements.version("transformer_engine") == "9.9"
+    requirements.require("transformer_engine")
