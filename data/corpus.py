@@ -2,12 +2,13 @@
 
 `prepare` reads the `.py` files of the running interpreter's standard library, trains a tokenizer on them, and writes
 `tokens.bin`, `tokens.idx`, `tokenizer.json` and `corpus.json` into `data.cache_dir/<digest>/`, once for all runs of the
-same Python version and vocabulary size. Some 8 MB in 400 documents stay, about ten seconds of work on two cores, since the tests of the
-library, large tables and side programs are left out (`LEFT_OUT`).
+same Python version and vocabulary size. The tests of the library, large tables and side programs are left out
+(`LEFT_OUT`); some 8 MB in 400 documents stay, about ten seconds of work.
 
-Documents stand in the order of the SHA-256 of their names. That is a shuffle which depends on nothing but the names: the
-splits are contiguous ranges of documents, and in the alphabet's order the validation text would be the modules from `x`
-to `z` alone. It does not depend on the run's seed either, so that runs with different seeds are judged by the same text.
+Documents stand in the order of the SHA-256 of their names. That is a shuffle which depends on nothing but the names:
+the splits are contiguous ranges of documents, and in the alphabet's order the validation text would be the modules from
+`x` to `z` alone. It does not depend on the run's seed either, so that runs with different seeds are judged by the same
+text.
 """
 
 import hashlib
@@ -31,7 +32,7 @@ from shardwright.data.tokenizer import SMALLEST_VOCABULARY, Tokenizer
 FORMAT_VERSION = 1
 """Part of the digest: a change to what is written, or how, gets another number and so another folder."""
 LEFT_OUT = frozenset(
-    "test tests site-packages dist-packages idlelib lib2to3 pydoc_data encodings turtledemo".split(),
+    ["test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "pydoc_data", "encodings", "turtledemo"]
 )
 """Folders of the standard library that are no corpus: tests, what is installed, tables, side programs."""
 SPLITS = ("train", "validation", "test")
@@ -78,18 +79,15 @@ class Corpus:
         if num_samples > 0:
             return num_samples
         first, end = self.splits[split]
-        unused = "give it a larger share of data.split or choose a shorter data.seq_length"
-        raise RefusedError(
-            [
-                Problem(
-                    key="data.split",
-                    value=", ".join(f"{end - first} {name}" for name, (first, end) in self.splits.items()),
-                    rule=f"{split}: {end - first} documents of {self.num_documents}; need {seq_length + 1} tokens for one "
-                    f"sample of data.seq_length={seq_length}, found {self.split_tokens[split]}",
-                    remedy=unused if split == "train" else f"{unused}, or schedule.eval_iters=0 to evaluate never",
-                )
-            ]
+        never = "" if split == "train" else ", or schedule.eval_iters=0 to never evaluate"
+        too_small = Problem(
+            key="data.split",
+            value=", ".join(f"{end - first} {name}" for name, (first, end) in self.splits.items()),
+            rule=f"{split}: {end - first} documents of {self.num_documents}; need {seq_length + 1} tokens for one "
+            f"sample of data.seq_length={seq_length}, found {self.split_tokens[split]}",
+            remedy=f"a larger share of data.split or a shorter data.seq_length works{never}",
         )
+        raise RefusedError([too_small])
 
 
 def prepare(data: Data) -> Corpus:
@@ -102,7 +100,7 @@ def prepare(data: Data) -> Corpus:
     """
     assert data.source is DataSource.python_stdlib, f"{data.source} has no corpus"
     if data.vocab_size < SMALLEST_VOCABULARY:
-        rule = f"a byte-level tokenizer has at least {SMALLEST_VOCABULARY} entries: the 256 bytes and the end of document"
+        rule = f"a byte-level tokenizer has at least {SMALLEST_VOCABULARY} entries: 256 bytes and the end of document"
         small = Problem(key="data.vocab_size", value=data.vocab_size, rule=rule, remedy="2048 suits a tiny model")
         raise RefusedError([small])
     recipe = (data.source.value, platform.python_version(), data.vocab_size, FORMAT_VERSION)

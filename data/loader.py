@@ -1,12 +1,15 @@
 """From the stream to the tensors of a step: one item per optimizer step, one dict per micro-batch.
 
-Iterating leaves the random state of the training process alone: torch's loader would draw a seed for its workers from the
-global generator, and a run that resumes, which starts its workers at another step, would then see another dropout than
-the run that never stopped. So it gets a generator of its own. The samples are no function of a worker's random state
-either, and torch keeps them in order, so the number of workers changes nothing but the speed.
+Iterating leaves the random state of the training process alone: torch's loader would draw a seed for its workers from
+the global generator, and a run that resumes, which starts its workers at another step, would then see another dropout
+than the run that never stopped. So it gets a generator of its own. The samples are no function of a worker's random
+state either, and torch keeps them in order, so the number of workers changes nothing but the speed.
 """
 
+import ctypes
+import functools
 import itertools
+import os
 import signal
 from collections.abc import Generator, Iterator
 from typing import cast
@@ -16,6 +19,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from shardwright.data.sampler import DataPosition, micro_batches, samples_needed, step_samples
 from shardwright.data.stream import Sample, Stream
+
+PR_SET_PDEATHSIG = 1
+"""Of Linux' prctl(2): the signal that a process gets when the thread that started it ends."""
 
 type Batch = dict[str, torch.Tensor]
 """One micro-batch: the tensors of `Sample`, each with a first axis of `micro_batch_size`."""
@@ -65,7 +71,7 @@ def batches(
         pin_memory=torch.cuda.is_available(),
         generator=torch.Generator(),
         multiprocessing_context="fork" if num_workers else None,
-        worker_init_fn=_leave_interrupts_to_the_rank,
+        worker_init_fn=functools.partial(_start_worker, os.getpid()),
     )
     return _steps(loader, per_step)
 
@@ -84,6 +90,14 @@ def _collate(samples: list[Sample]) -> Batch:
     return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
 
 
-def _leave_interrupts_to_the_rank(worker: int) -> None:
-    """Ctrl-C reaches every process of the terminal; the rank decides what it means, and ends its workers."""
+def _start_worker(loading_process: int, worker: int) -> None:
+    """Tie a worker's life to the process that it loads for.
+
+    torch's workers look every five seconds whether their parent changed, but one that is killed before their first
+    look, while they start, is never missed. So the kernel ends them with their parent, and at once. Ctrl-C reaches
+    every process of the terminal; the rank decides what it means, and ends its workers.
+    """
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != loading_process:  # it died before the call above
+        os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

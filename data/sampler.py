@@ -1,9 +1,9 @@
 """Which samples a step consumes: pure functions of the data position, the same for every layout.
 
-The stream is the endless sequence 0, 1, 2, ... of sample indices. A run's place in it is `DataPosition`: how many samples it
-consumed, and which ranges it passes over. Nothing else is needed to resume: a step takes the next `global_batch_size`
-indices, whatever the number of ranks, and the ranks share them out. So a run that resumes with another data-parallel size
-or batch size neither repeats nor misses a sample.
+The stream is the endless sequence 0, 1, 2, ... of sample indices. A run's place in it is `DataPosition`: how many
+samples it consumed, and which ranges it passes over. Nothing else is needed to resume: a step takes the next
+`global_batch_size` indices, whatever the number of ranks, and the ranks share them out. So a run that resumes with
+another data-parallel size or batch size neither repeats nor misses a sample.
 """
 
 import json
@@ -80,14 +80,14 @@ def samples_needed(position: DataPosition, global_batch_size: int, num_steps: in
 def micro_batches(samples: Sequence[int], micro_batch_size: int, dp_rank: int, dp_size: int) -> list[list[int]]:
     """What one data-parallel rank computes of a step, in megatron-core's order.
 
-    Micro-batch m of all ranks is `samples[m * micro_batch_size * dp_size :][: micro_batch_size * dp_size]`; a rank has the
-    `dp_rank`-th piece of it.
+    Micro-batch m of all ranks is `samples[m * micro_batch_size * dp_size :][: micro_batch_size * dp_size]`; a rank has
+    the `dp_rank`-th piece of it.
 
     Returns:
         Indices [num_microbatches][micro_batch_size].
     """
     wide = micro_batch_size * dp_size
     assert 0 <= dp_rank < dp_size, f"dp_rank {dp_rank} of {dp_size}"
-    assert len(samples) % wide == 0, f"{len(samples)} samples do not fill micro-batches of {micro_batch_size} x {dp_size}"
+    assert len(samples) % wide == 0, f"{len(samples)} samples do not fill micro-batches of {wide} on all ranks"
     starts = range(dp_rank * micro_batch_size, len(samples), wide)
     return [list(samples[start : start + micro_batch_size]) for start in starts]

@@ -1,8 +1,8 @@
 """The endless stream of training samples, made of epochs: stream index -> (epoch, offset in it).
 
-megatron-core shuffles all the samples it is asked for at once, so that a run made longer would see other samples from the
-start. Here every epoch is a dataset of its own, shuffled by its own seed: a longer run only adds epochs at the end, and the first
-K samples of any two runs are the same.
+megatron-core shuffles all the samples it is asked for at once, so that a run made longer would see other samples from
+the start. Here every epoch is a dataset of its own, shuffled by its own seed: a longer run only adds epochs at the end,
+and the first K samples of any two runs are the same.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 type Sample = dict[str, Tensor]
-"""One sequence: `tokens`, `labels` [seq_length] int64, `loss_mask` [seq_length] float32, `position_ids` [seq_length] int64."""
+"""One sequence, all [seq_length]: `tokens`, `labels`, `position_ids` int64 and `loss_mask` float32."""
 
 
 class TokenDataset(Protocol):
@@ -26,8 +26,8 @@ class TokenDataset(Protocol):
 class Stream:
     """The first `num_samples` samples of the endless stream.
 
-    All epochs that they need are built here and now, so that loader workers only ever read. A pass over the samples of an
-    epoch is complete before the next one starts; a batch may reach over the border.
+    All epochs that they need are built here and now, so that loader workers only ever read. A pass over the samples of
+    an epoch is complete before the next one starts; a batch may reach over the border.
 
     Args:
         build_epoch: epoch (from 0) to its dataset; all epochs have the same number of samples, at least one.

@@ -1,9 +1,9 @@
 """A byte-level BPE tokenizer: trained on the corpus itself, so that nothing has to be downloaded.
 
 Byte-level means that the alphabet is the 256 bytes: every text can be written, no token is "unknown", and
-`decode(encode(text)) == text`. Training is deterministic, also over several threads: ties between equally frequent pairs are
-broken by their ids. The `tokenizers` package keeps its threads after training; a process forked later does not use them
-(loader workers never tokenise), so `TOKENIZERS_PARALLELISM` need not be set.
+`decode(encode(text)) == text`. Training is deterministic, also over several threads: ties between equally frequent
+pairs are broken by their ids. The `tokenizers` package keeps its threads after training; a process forked later does
+not use them (loader workers never tokenise), so `TOKENIZERS_PARALLELISM` need not be set.
 """
 
 import hashlib

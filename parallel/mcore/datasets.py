@@ -1,8 +1,8 @@
 """megatron-core's GPTDataset for one epoch of one split, built once and shared through the cache.
 
-megatron-core itself writes its three index files one by one under their final names, and takes whatever stands there for
+megatron-core itself writes its index files one by one under their final names, and takes whatever stands there for
 whole. So the first process to come builds them in a partial folder under a lock, and every process then opens the
-committed one. An epoch's order is its own seed: see `data/stream.py`.
+committed one. Every epoch has a seed of its own; why, says `data/stream.py`.
 """
 
 from dataclasses import dataclass, field
