@@ -1,9 +1,9 @@
 """What a person sees of a run, drawn from its rows alone: the same rows always give the same picture.
 
-On a terminal: a spinner with the phase until the first step, then a progress bar with loss, speed and the time left; one
-table at the start, one at the end, events as lines above the bar. Elsewhere: plain lines, one each `log_interval` steps.
-The display starts no thread (it is redrawn by rows and by `tick`), and the cursor stays visible, so that even a launcher
-that is killed leaves the terminal usable. Text from configurations and errors is never read as markup.
+On a terminal: a spinner with the phase until the first step, then a progress bar with loss, speed and the time left;
+one table at the start, one at the end, events as lines above the bar. Elsewhere: plain lines, one each `log_interval`
+steps. The display starts no thread (it is redrawn by rows and by `tick`), and the cursor stays visible, so that even a
+launcher that is killed leaves the terminal usable. Text from configurations and errors is never read as markup.
 """
 
 import statistics
@@ -11,8 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from rich import box
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -84,9 +83,8 @@ class Display:
             if self._first is row:
                 self._open_bar(total, step)
             assert self._live is not None
-            fields = {"loss": summary.number(row["loss"]), "speed": self._speed(row), "eta": self._eta()}
-            self._live.update(self._live.task_ids[0], completed=step, **fields)
-            self._live.refresh()
+            loss, speed, eta = summary.number(row["loss"]), self._speed(row), self._eta()
+            self._live.update(self._live.task_ids[0], completed=step, refresh=True, loss=loss, speed=speed, eta=eta)
         elif step % self._log_interval == 0 or step == total or self._first is row:
             parts = [f"step {step}{f'/{total}' if total else ''}", f"loss {summary.number(row['loss'])}"]
             parts += [f"grad norm {summary.number(row['grad_norm'], 3)}", f"lr {row['lr']:.3g}"] if row["lr"] else []
@@ -99,19 +97,18 @@ class Display:
     def table(self, title: str, facts: Facts, color: str) -> None:
         """Show labelled texts under a title."""
         if not self._interactive:
-            lines = [title, *(f"  {label:<14}{text.replace(chr(10), chr(10) + ' ' * 16)}" for label, text in facts)]
-            for line in lines:
-                self._line(line)
+            width = max(len(label) for label, _ in facts) + 2
+            self._line(title)
+            for label, text in facts:
+                self._line(f"  {label:<{width}}" + text.replace("\n", "\n" + " " * (width + 2)))
             return
         table = Table.grid(padding=(0, 2))
         table.add_column(style=color, no_wrap=True)
         table.add_column(overflow="fold")
         for label, text in facts:
             table.add_row(label, Text(text))
-        panel: RenderableType = Panel(
-            table, title=Text(title, style=f"bold {color}"), title_align="left", box=box.ROUNDED, border_style=color, expand=False
-        )
-        self._console.print(panel)
+        heading = Text(title, style=f"bold {color}")
+        self._console.print(Panel(table, title=heading, title_align="left", border_style=color, expand=False))
 
     def tick(self) -> None:
         """Let the spinner and the clock move; call a few times a second."""
@@ -129,7 +126,9 @@ class Display:
             self._line(data["phase"])
         elif self._last is None:
             if self._live is None:
-                self._open(Progress(*self._spinner_columns(), console=self._console, auto_refresh=False, transient=True))
+                self._open(
+                    Progress(*self._spinner_columns(), console=self._console, auto_refresh=False, transient=True)
+                )
             assert self._live is not None
             for task in self._live.task_ids:
                 self._live.remove_task(task)

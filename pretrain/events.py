@@ -1,8 +1,9 @@
 """Rows of JSON, one a line: how they are written whole, read while somebody writes, and repaired after a kill.
 
-`events.jsonl` tells a run's story, a row an event: `{time, attempt, rank, kind, step, data}`. Every rank may write: a row is
-one `write` to a file opened with O_APPEND, so that rows of several processes do not mix. A process killed inside a write
-leaves a torn last line; `drop_torn_line` removes it before the next attempt appends, and readers skip what is not JSON.
+`events.jsonl` tells a run's story, a row an event: `{time, attempt, rank, kind, step, data}`. Every rank may write: a
+row is one `write` to a file opened with O_APPEND, so that rows of several processes do not mix. A process killed inside
+a write leaves a torn last line; `drop_torn_line` removes it before the next attempt appends, and readers skip what is
+not JSON.
 """
 
 import json
@@ -90,8 +91,8 @@ class Follower:
 class Story:
     """Follows the events and the metrics of one attempt and puts them into the order in which they were written.
 
-    The files are read one after the other, so a row may appear between two reads. Whatever was written before a row that
-    is given out has been given out before it.
+    The files are read one after the other, so a row may appear between two reads. Whatever was written before a row
+    that is given out has been given out before it.
     """
 
     def __init__(self, events: Path, metrics: Path, *, attempt: int) -> None:

@@ -1,9 +1,9 @@
 """What can go wrong while ranks train, and which rank is to blame.
 
-A rank that fails writes one small file, `errors/rank_00001.json`, before it leaves; a rank that vanishes (killed, a crash
-in native code, `os._exit`) writes none. When one rank fails the others soon fail too, because their collectives break.
-So the first error to arrive is often a victim's: `culprit` prefers ranks that vanished, then errors that are about
-anything but communication, and only then the earliest.
+A rank that fails writes one small file, `errors/rank_00001.json`, before it leaves; a rank that vanishes (killed, a
+crash in native code, `os._exit`) writes none. When one rank fails the others soon fail too, because their collectives
+break. So the first error to arrive is often a victim's: `culprit` prefers ranks that vanished, then errors that are
+about anything but communication, and only then the earliest.
 """
 
 import json
@@ -19,7 +19,9 @@ from pathlib import Path
 UNFORESEEN, REFUSED, FAULT, DAMAGED, STOPPED = 1, 2, 3, 4, 75
 """Exit codes besides 0: a bug; refused before the first step; training fault; damaged content; stopped after saving."""
 
-_COMMUNICATION_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionResetError", "BrokenPipeError"}
+_COMMUNICATION_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError"} | {
+    kind.__name__ for kind in (BrokenPipeError, ConnectionAbortedError, ConnectionRefusedError, ConnectionResetError)
+}
 _COMMUNICATION_TEXT = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|\bnccl|\bgloo\b|gloo/transport|timed out waiting|"
     r"watchdog|socket|peer (closed|has)",

@@ -159,7 +159,9 @@ class RunFolder:
         """Who holds the lock, in words."""
         try:
             info = json.loads(self.lock_info.read_text())
-            return f"pid {info['pid']} on {info['host']} since {info['time']}, attempt {info['attempt'] or '(starting)'}"
+            return (
+                f"pid {info['pid']} on {info['host']} since {info['time']}, attempt {info['attempt'] or '(starting)'}"
+            )
         except (OSError, ValueError, KeyError):
             return "(unknown)"
 
@@ -181,7 +183,9 @@ class RunFolder:
         """
         numbers = [int(path.name) for path in self.attempts.iterdir() if path.name.isdigit()]
         number = max(numbers, default=0) + 1
-        attempt = Attempt(number=number, id=f"{number:03d}-{secrets.token_hex(4)}", path=self.attempts / f"{number:03d}")
+        attempt = Attempt(
+            number=number, id=f"{number:03d}-{secrets.token_hex(4)}", path=self.attempts / f"{number:03d}"
+        )
         for folder in (attempt.path, attempt.path / "logs", attempt.errors):
             folder.mkdir()
         drop_torn_line(self.events)
@@ -206,7 +210,7 @@ class RunFolder:
             return None
 
     def cut_metrics(self, step: int, attempt: Attempt) -> int:
-        """Keep the rows of metrics.jsonl up to `step`, move later ones into the attempt; rank 0, before its first row."""
+        """Keep the metrics up to `step`, move later rows into the attempt; rank 0, before its first row."""
         return metrics.cut(self.metrics, step, removed=attempt.path / "removed_metrics.jsonl")
 
     def status(self) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def protect(launcher: int, *, keep: int | None = None) -> None:
 
 
 def adopt_orphans(adopt: bool) -> None:
-    """Let the kernel hand grandchildren whose parent died to this process (or not any more), so that it can reap them."""
+    """Let the kernel hand orphaned grandchildren to this process (or not any more), so that it can reap them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
 
 

@@ -1,13 +1,13 @@
 """Our own launcher: starts the ranks of one machine, watches them, and leaves nothing behind.
 
-Each rank is a fresh interpreter (`python -P -m shardwright.pretrain.rank ATTEMPT`), leader of its own process group, with
-torchrun's variables in its environment and its output in its own log file. The ranks meet at a store on a port that the
-kernel chose: the launcher binds the listening socket and hands the descriptor to rank 0 (torch's
+Each rank is a fresh interpreter (`python -P -m shardwright.pretrain.rank ATTEMPT`), leader of its own process group,
+with torchrun's variables in its environment and its output in its own log file. The ranks meet at a store on a port
+that the kernel chose: the launcher binds the listening socket and hands the descriptor to rank 0 (torch's
 `TCPStore(master_listen_fd=...)`), so that no other process can take the port in between.
 
 The first rank that fails decides: the others get two seconds to say what they saw, the one to blame is chosen
-(`faults.culprit`), then all process groups are ended. SIGINT, SIGTERM or SIGUSR1 is passed on once; ranks then stop at a
-step boundary, save and leave with 75. A second SIGINT kills.
+(`faults.culprit`), then all process groups are killed. SIGINT, SIGTERM or SIGUSR1 is passed on once; ranks then stop at
+a step boundary, save and leave with 75. A second SIGINT kills.
 """
 
 import contextlib
@@ -29,7 +29,6 @@ RANK_COMMAND = (sys.executable, "-P", "-m", "shardwright.pretrain.rank")
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Signals that ask a run to save and stop."""
 _POLL_SECONDS = 0.1
-_END_SECONDS = 3.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,14 +76,7 @@ class _Ranks:
             process.send_signal(signal.SIGTERM)
 
     def end(self) -> None:
-        """End every process group, politely at first where a rank still runs."""
-        running = [process for process in self.processes if process.poll() is None]
-        for process in running:
-            guard.kill_group(process.pid, signal.SIGTERM)
-        deadline = time.monotonic() + _END_SECONDS
-        for process in running:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
+        """Kill every process group. SIGTERM asks for a save, and after a fault nothing may be saved."""
         for process in self.processes:
             guard.kill_group(process.pid, signal.SIGKILL)
         for process in self.processes:
@@ -155,9 +147,7 @@ def rank_environ(rank: int, world_size: int, *, port: int, launch_id: str, lock_
     }
 
 
-def _start(
-    members: _Ranks, world_size: int, added: Mapping[str, str], lock_fd: int, command: Sequence[str]
-) -> None:
+def _start(members: _Ranks, world_size: int, added: Mapping[str, str], lock_fd: int, command: Sequence[str]) -> None:
     """Start the ranks, stop signals blocked: a rank lets them in when it can answer them by saving."""
     attempt = members.attempt
     with socket.socket() as listener:

@@ -1,7 +1,7 @@
 """Slurm's short form of host names, written out: `nodeB[001,003-005]` is nodeB001, nodeB003, nodeB004, nodeB005.
 
-Parsed here and not by `scontrol show hostnames`, which compute containers do not have.
-Source: Slurm's hostlist syntax (slurm/src/common/hostlist.c): ranges keep their leading zeros, a name may hold several brackets.
+Parsed here and not by `scontrol show hostnames`, which compute containers do not have. Source: Slurm's hostlist syntax
+(slurm/src/common/hostlist.c): ranges keep their leading zeros, a name may hold several brackets.
 """
 
 import itertools
@@ -38,7 +38,9 @@ def _expand_name(name: str, nodelist: str, variable: str) -> list[str]:
     """One comma-separated part: every combination of its brackets, the last one varying fastest."""
     choices: list[list[str]] = []
     for index, part in enumerate(re.split(r"\[([^\]]*)\]", name)):
-        choices.append([part] if index % 2 == 0 else [n for r in part.split(",") for n in _range(r, nodelist, variable)])
+        choices.append(
+            [part] if index % 2 == 0 else [n for r in part.split(",") for n in _range(r, nodelist, variable)]
+        )
     return ["".join(parts) for parts in itertools.product(*choices)]
 
 

@@ -1,7 +1,7 @@
 """Where the numbers of an attempt come from: code, versions, machine; written beside its logs.
 
-The git state is that of the checkout which holds this file, and only if git tracks it there: an installed package may lie
-inside of somebody else's repository. No environment variable is recorded, since secrets live there.
+The git state is that of the checkout which holds this file, and only if git tracks it there: an installed package may
+lie inside of somebody else's repository. No environment variable is recorded, since secrets live there.
 """
 
 import getpass
@@ -18,7 +18,16 @@ from typing import Any
 from shardwright.pretrain.events import now
 from shardwright.pretrain.machine import Machine
 
-_PACKAGES = ("shardwright", "torch", "megatron-core", "transformer-engine", "triton", "numpy", "hydra-core", "tokenizers")
+_PACKAGES = (
+    "shardwright",
+    "torch",
+    "megatron-core",
+    "transformer-engine",
+    "triton",
+    "numpy",
+    "hydra-core",
+    "tokenizers",
+)
 _LARGEST_DIFF = 1_000_000
 _GIT_SECONDS = 10
 

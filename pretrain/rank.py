@@ -2,8 +2,8 @@
 
 `main` is the program that our own launcher starts; under torchrun and srun `train` becomes the rank itself and calls
 `work`. Either way: guard first, then the log, then the attempt's configuration, and only then torch, through
-`shardwright.pretrain.run.run_rank(context) -> exit code`. An exception becomes the rank's error file and its exit code. The
-process leaves by `os._exit`: no collective, no destructor and no thread can hold it back.
+`shardwright.pretrain.run.run_rank(context) -> exit code`. An exception becomes the rank's error file and its exit code.
+The process leaves by `os._exit`: no collective, no destructor and no thread can hold it back.
 """
 
 import faulthandler
@@ -115,9 +115,7 @@ def work(
     stop.install()
     try:
         context = _context(environment, attempt, stop, display)
-        if engine is None:
-            from shardwright.pretrain.run import run_rank as engine
-        return engine(context)
+        return (engine or _torch_engine())(context)
     except BaseException as error:
         traceback.print_exc()
         failure = faults.Failure.of(error, rank=environment.rank, host=environment.host)
@@ -130,6 +128,12 @@ def leave(exit_code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
+
+
+def _torch_engine() -> Callable[[RankContext], int]:
+    from shardwright.pretrain.run import run_rank
+
+    return run_rank
 
 
 def _context(environment: RankEnvironment, attempt: Attempt, stop: StopLatch, display: "Display | None") -> RankContext:

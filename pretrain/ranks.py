@@ -1,8 +1,8 @@
-"""Which rank this process is: told by torchrun, by srun, or by our own launcher; never guessed from half an environment.
+"""Which rank this process is: told by torchrun, srun or our own launcher; never guessed from half an environment.
 
-`detect` reads environment variables alone and answers one of three: this process is a rank (torchrun or srun started it),
-it is none (a shell, also one inside of a Slurm job), or the variables are incomplete or contradict each other, which is
-refused: a rank that believes the wrong variables trains a world of its own and writes where others write.
+`detect` reads environment variables alone and answers one of three: this process is a rank (torchrun or srun started
+it), it is none (a shell, also one inside of a Slurm job), or the variables are incomplete or contradict each other,
+which is refused: a rank that believes the wrong variables trains a world of its own and writes where others write.
 
 A Slurm batch script has SLURM_PROCID=0 too; only a job step's tasks have SLURM_STEP_ID. `srun --pty bash` is a step of
 one task that a person types in, so it is a shell.

@@ -111,7 +111,9 @@ def _resumed(composed: Config, folder: RunFolder, overrides: Sequence[str]) -> t
     frozen = dataclasses.replace(frozen, run=dataclasses.replace(frozen.run, dir=composed.run.dir))
     if all(_key(override) == "run.dir" for override in overrides):
         return frozen, []
-    present = compose.compose([*merge_overrides(folder.saved_overrides(), overrides), f"run.dir={_quoted(folder.path)}"])
+    present = compose.compose(
+        [*merge_overrides(folder.saved_overrides(), overrides), f"run.dir={_quoted(folder.path)}"]
+    )
     differences = compose.differences(frozen, present)
     refuse([_refusal(difference, folder) for difference in differences if difference.policy is ResumePolicy.refuse])
     return present, differences

@@ -86,14 +86,14 @@ def _model(model: Mapping[str, Any], parameters: int | None) -> str:
 
 
 def _layout(layout: Mapping[str, Any]) -> str:
-    """Sizes of the axes, then the rank map: a line per place outside of tensor parallelism, its TP ranks side by side."""
+    """Sizes of the axes, then the rank map: a line per place outside of TP, its TP ranks side by side."""
     if not layout:
         return ""
     axes = " x ".join(f"{axis.upper()}{layout[axis]}" for axis in ("tp", "cp", "dp", "pp") if axis in layout)
     ranks = layout["world_size"]
     head = f"{ranks} rank{'s' * (ranks > 1)} = {axes}{', sequence parallel' if layout.get('sp') else ''}"
-    places: dict[tuple[object, ...], list[str]] = {}
-    wheres: dict[tuple[object, ...], list[str]] = {}
+    places: dict[tuple[int, int, int], list[str]] = {}
+    wheres: dict[tuple[int, int, int], list[str]] = {}
     for rank, _tp, cp, dp, pp, host, device in layout.get("rank_map", []):
         place = (pp, dp, cp)
         places.setdefault(place, []).append(str(rank))
@@ -101,11 +101,11 @@ def _layout(layout: Mapping[str, Any]) -> str:
     if not places:
         return head
     names = [name for name in ("pp", "dp", "cp") if layout.get(name, 1) > 1]
-    title = [*names, "ranks" if layout.get("tp", 1) == 1 else "ranks by tp", "where"]
+    title: list[object] = [*names, "ranks" if layout.get("tp", 1) == 1 else "ranks by tp", "where"]
     rows: list[list[object]] = [title]
-    for place, members in list(places.items())[:_MAP_LINES]:
-        numbers = dict(zip(("pp", "dp", "cp"), place, strict=True))
-        rows.append([*(numbers[name] for name in names), " ".join(members), _where(wheres[place])])
+    for where, members in list(places.items())[:_MAP_LINES]:
+        numbers = dict(zip(("pp", "dp", "cp"), where, strict=True))
+        rows.append([*(numbers[name] for name in names), " ".join(members), _where(wheres[where])])
     text = f"{head}\n{columns(rows)}"
     hidden = len(places) - _MAP_LINES
     return f"{text}\n... and {hidden} more lines in the same order" if hidden > 0 else text

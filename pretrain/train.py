@@ -1,8 +1,8 @@
 """`shardwright train`: from overrides to an exit code.
 
 Started from a shell, this process becomes the launcher of all ranks, on this machine. Started by torchrun or srun it
-becomes one rank: rank 0 begins the attempt, the others wait for its file. Either way `start` decides what is to be done,
-the run folder's lock is taken, the ranks train (`rank.work`), and status.json says how it ended.
+becomes one rank: rank 0 begins the attempt, the others wait for its file. Either way `start` decides what is to be
+done, the run folder's lock is taken, the ranks train (`rank.work`), and status.json says how it ended.
 """
 
 import dataclasses
