@@ -83,7 +83,6 @@ def test_a_sound_configuration_breaks_no_rule(overrides: list[str]) -> None:
         ("data.global_batch_size=6", "data.global_batch_size", "size=4 or data.global_batch_size=8 works"),
         ("cluster.ranks=4", "data.global_batch_size", "data.global_batch_size=16 works"),
         ("parallel.overlap_grad_reduce=false", "parallel.overlap_param_gather", "overlap_param_gather=false works"),
-        ("parallel.use_distributed_optimizer=false", "parallel.overlap_param_gather", "param_gather=false works"),
         ("model.max_position_embeddings=128", "data.seq_length", "data.seq_length=128 or"),
         ("model.kv_channels=31", "model.kv_channels", "model.kv_channels=30 or model.kv_channels=32 works"),
         ("data.vocab_size=4096", "data.vocab_size", "data.vocab_size=2048 or model.vocab_size=4096 works"),
