@@ -65,10 +65,11 @@ class Layout:
             found.append(Problem(key="cluster.ranks", value=world_size, rule="must be at least 1"))
         if found:
             return found
-        for axes in (("tp", "cp", "pp"), ("etp", "ep", "pp")):
+        grids = (("tp", "cp", "pp"), ("etp", "ep", "pp")) if max(ep, etp) > 1 else (("tp", "cp", "pp"),)
+        for axes in grids:
             product = math.prod(sizes[name] for name in axes)
             used = [name for name in axes if sizes[name] > 1]
-            if world_size % product and not ("etp" in axes and ep == etp == 1):
+            if world_size % product:
                 below, above = world_size // product * product, -(-world_size // product) * product
                 fitting = " or ".join(str(n) for n in (below, above) if n)
                 found.append(

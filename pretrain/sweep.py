@@ -72,7 +72,7 @@ def run(overrides: Sequence[str], *, dry_run: bool = False) -> int:
     refuse(_launcher_problems(os.environ))
     points = _points(overrides)
     folder = _check(points)
-    console = Console(highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else 96, highlight=False)
     if dry_run:
         console.print(_summary(points, {}, {}, folder))
         return 0
