@@ -5,7 +5,7 @@ What a checkpoint holds besides shards is `TrainerState`, plain JSON: where the 
 
 import json
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ class TrainerState:
     """Where a run stands after `step` optimizer steps; equal on all ranks."""
 
     step: int = 0
-    position: DataPosition = DataPosition()
+    position: DataPosition = field(default_factory=DataPosition)
     trained_tokens: int = 0
     """Unmasked tokens that updates were computed from."""
 

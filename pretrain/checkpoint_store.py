@@ -2,8 +2,8 @@
 
 A checkpoint is written into a temporary folder beside the final ones. Manifest (every file with its size and SHA-256)
 and marker are written and synced INSIDE it; then one rename commits it and the parent folder is synced. So a folder
-named `step_00000100` is whole or does not exist, whenever a kill comes. The file `latest` is a hint for people; nothing
-reads it. Removal renames first and deletes then, for the same reason.
+named `step_00000100` is whole or does not exist, whenever a kill comes. The file `latest` is a hint for people;
+nothing reads it. Removal renames first and deletes then, for the same reason.
 
 No torch here: the launcher decides what to resume from before any rank exists. The bytes are `parallel/mcore/shards.py`.
 """

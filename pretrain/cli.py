@@ -61,11 +61,9 @@ def train(options: argparse.Namespace) -> int:
         return sweep.run(options.overrides, dry_run=options.dry_run)
     if options.cfg:
         return _print_config(options.overrides)
-    if options.dry_run:
-        return _dry_run(options.overrides)
     from shardwright.pretrain import train
 
-    return train.train(options.overrides, dry_run=False)
+    return train.train(options.overrides, dry_run=options.dry_run)
 
 
 def plan(options: argparse.Namespace) -> int:
@@ -88,17 +86,6 @@ def completion(options: argparse.Namespace) -> int:
         print("\n".join(completion.complete(os.environ.get("COMP_LINE", ""), COMMANDS)))
     else:
         print(completion.script(options.shell))
-    return 0
-
-
-def _dry_run(overrides: Sequence[str]) -> int:
-    """Everything that `train` refuses before its first step, then the plan; touches nothing."""
-    from shardwright.pretrain import checks, machine
-
-    config = compose.compose(overrides)
-    machine_rules = checks.machine_problems(config, machine.detect()) + checks.own_ranks_problems(config)
-    refuse(checks.config_problems(config) + machine_rules)
-    _print_plan(config, as_json=False)
     return 0
 
 

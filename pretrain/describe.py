@@ -5,6 +5,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shardwright.data.source import Source
 from shardwright.parallel.mcore.engine import Engine
 from shardwright.pretrain.plan import Plan
 from shardwright.pretrain.rank import RankContext
@@ -34,7 +35,7 @@ def rank_map(plan: Plan, engine: Engine) -> list[list[Any]]:
 
 
 def describe(
-    context: RankContext, plan: Plan, engine: Engine, ranks: list[list[Any]], step: int
+    context: RankContext, plan: Plan, engine: Engine, source: Source, ranks: list[list[Any]], step: int
 ) -> dict[str, Any]:
     """Data of the `start` event of a run that starts at `step`."""
     config, layout, batch = plan.config, plan.layout, plan.batch
@@ -62,8 +63,7 @@ def describe(
         "memory": engine.memory(),
         "param_groups": engine.parameter_groups(),
         "data": {
-            "source": config.data.source.value,
-            "seq_length": config.data.seq_length,
+            **source.description(),
             "micro_batch_size": batch.micro_batch_size,
             "num_microbatches": batch.num_microbatches,
             "global_batch_size": batch.global_batch_size,

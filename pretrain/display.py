@@ -8,7 +8,7 @@ launcher that is killed leaves the terminal usable. Text from configurations and
 
 import statistics
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -39,9 +39,13 @@ class Display:
         console: where to.
         interactive: whether a person looks at a terminal that can redraw a line.
         log_interval: steps between two lines where it is not interactive.
+        changes: keys in which this attempt differs from the run's frozen configuration; who goes on repeats them.
     """
 
-    def __init__(self, console: Console, *, interactive: bool, log_interval: int) -> None:
+    def __init__(
+        self, console: Console, *, interactive: bool, log_interval: int, changes: Mapping[str, str] | None = None
+    ) -> None:
+        self._changes = dict(changes or {})
         self._console, self._interactive, self._log_interval = console, interactive, log_interval
         self._live: Progress | None = None
         self._start: dict[str, Any] = {}
@@ -182,11 +186,12 @@ class Display:
             facts.append(("checkpoint", self._checkpoint))
         if folder:
             facts.append(("run folder", f"{folder} (metrics.jsonl, events.jsonl, attempts/)"))
-            command, total = summary.continue_command(folder), self._start.get("train_iters")
+            total = self._start.get("train_iters")
             if data["state"] in ("done", "nothing_left") and total:
-                facts.append(("train longer", f"{command} schedule.train_iters={2 * total}"))
+                longer = {**self._changes, "schedule.train_iters": 2 * total}
+                facts.append(("train longer", summary.continue_command(folder, longer)))
             else:
-                facts.append(("continue", command))
+                facts.append(("continue", summary.continue_command(folder, self._changes)))
         return facts
 
     def _speed(self, row: Row) -> str:

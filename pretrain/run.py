@@ -6,15 +6,18 @@ collectives: the exception leaves, `rank` writes it down and ends the process.
 
 import time
 from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
 
+from shardwright.data.loader import batches
+from shardwright.data.sampler import DataPosition, samples_needed
+from shardwright.data.source import Source
 from shardwright.parallel.mcore import environment as mcore_environment
 from shardwright.pretrain import checkpoint_store
 from shardwright.pretrain.faults import STOPPED
 from shardwright.pretrain.plan import make_plan
 from shardwright.pretrain.rank import RankContext
-from shardwright.pretrain.ranks import RankEnvironment
 
 
 def run_rank(context: RankContext) -> int:
@@ -23,29 +26,35 @@ def run_rank(context: RankContext) -> int:
     Returns:
         0 when the run is done, 75 when it was asked to stop and saved.
     """
-    started, env, plan = time.monotonic(), context.environment, make_plan(context.config)
+    started, env, config = time.monotonic(), context.environment, context.config
+    plan = make_plan(config)
 
     context.phase("importing megatron-core")
     device = mcore_environment.prepare(context.device, env.local_rank)
     from shardwright.parallel.mcore import groups as process_groups
     from shardwright.parallel.mcore import shards
+    from shardwright.parallel.mcore.datasets import gpt_epoch
     from shardwright.parallel.mcore.engine import Engine
     from shardwright.pretrain.checkpoint import TrainerState
     from shardwright.pretrain.describe import describe, rank_map
     from shardwright.pretrain.loop import Loop
-    from shardwright.pretrain.streams import Streams
 
     context.phase("preparing data")
     state = TrainerState() if context.load is None else TrainerState.read(context.load)
-    streams = Streams(plan, env.rank, state.position, state.step)
+    source = Source(config.data, seed=config.run.seed, build_epoch=gpt_epoch)
+    batch_size, eval_steps = config.data.global_batch_size, config.schedule.eval_iters
+    num_steps = max(0, config.schedule.train_iters - state.step)
+    training = source.stream("train", samples_needed(state.position, batch_size, num_steps))
+    evaluates = config.schedule.eval_interval > 0 and eval_steps > 0
+    validation = source.stream("validation", eval_steps * batch_size) if evaluates else None
 
     context.phase("connecting ranks")
-    timeout_seconds = context.config.resilience.distributed_timeout_seconds
-    groups = process_groups.start(plan.layout, device, env.rank, timeout_seconds, _store(env, timeout_seconds))
-    process_groups.seed_everything(context.config.run.seed, plan.layout, env.rank)
+    timeout_seconds = config.resilience.distributed_timeout_seconds
+    groups = process_groups.start(plan.layout, device, env.rank, timeout_seconds, _store(context, timeout_seconds))
+    process_groups.seed_everything(config.run.seed, plan.layout, env.rank)
 
     context.phase("building the model")
-    engine = Engine(context.config, plan.layout, groups, device, env.rank, plan.padded_vocab_size)
+    engine = Engine(config, plan.layout, groups, device, env.rank, plan.padded_vocab_size)
     if context.load is not None:
         context.phase("loading the checkpoint")
         shards.load(engine, context.load, with_rng=TrainerState.read_layout(context.load) == plan.layout)
@@ -53,13 +62,20 @@ def run_rank(context: RankContext) -> int:
     ranks = rank_map(plan, engine)
     if env.rank == 0:
         _forget_later_steps(context, state.step)
-        context.events.write("start", state.step, **describe(context, plan, engine, ranks, state.step))
+        context.events.write("start", state.step, **describe(context, plan, engine, source, ranks, state.step))
+    share = partial(
+        batches,
+        global_batch_size=batch_size,
+        micro_batch_size=config.data.micro_batch_size,
+        dp_rank=plan.layout.coordinates(env.rank).dp,
+        dp_size=plan.layout.dp,
+    )
     loop = Loop(
         context=context,
         plan=plan,
         engine=engine,
-        training_batches=streams.training(),
-        evaluation_batches=streams.evaluation,
+        training_batches=share(training, state.position, num_workers=config.data.num_workers, num_steps=num_steps),
+        evaluation_batches=lambda: share(validation, DataPosition(), num_workers=0, num_steps=eval_steps),
     )
     outcome, state = loop.train(state)
 
@@ -71,8 +87,9 @@ def run_rank(context: RankContext) -> int:
     return code
 
 
-def _store(env: RankEnvironment, timeout_seconds: int) -> dist.Store:
-    """Where the ranks meet; keys of one launch are apart from those of the launch before a restart."""
+def _store(context: RankContext, timeout_seconds: int) -> dist.Store:
+    """Where the ranks meet; each attempt has its own keys, since torchrun's agent keeps one store over restarts."""
+    env = context.environment
     store = dist.TCPStore(
         env.master_addr,
         env.master_port,
@@ -82,7 +99,7 @@ def _store(env: RankEnvironment, timeout_seconds: int) -> dist.Store:
         wait_for_workers=False,
         master_listen_fd=env.master_listen_fd,
     )
-    return dist.PrefixStore(env.launch_id, store)
+    return dist.PrefixStore(context.attempt.id, store)
 
 
 def _forget_later_steps(context: RankContext, step: int) -> None:

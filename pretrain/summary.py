@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 Facts = list[tuple[str, str]]
@@ -31,9 +32,10 @@ def start_facts(data: Mapping[str, Any]) -> Facts:
     return [(label, text) for label, text in facts if text]
 
 
-def continue_command(folder: object) -> str:
-    """What a user types to go on with a run."""
-    return f"shardwright train {shlex.quote(f'run.dir={folder}')}"
+def continue_command(folder: object, changes: Mapping[str, object] = MappingProxyType({})) -> str:
+    """What a user types to go on with a run, whose frozen configuration has the keys of `changes` otherwise."""
+    overrides = [f"run.dir={folder}", *(f"{key}={value}" for key, value in changes.items())]
+    return f"shardwright train {shlex.join(overrides)}"
 
 
 def count(value: float | None) -> str:

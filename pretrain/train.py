@@ -17,7 +17,7 @@ from rich.console import Console
 from shardwright.conf import compose
 from shardwright.conf.problems import Problem, RefusedError
 from shardwright.conf.schema import ResumePolicy
-from shardwright.pretrain import faults, guard, rank, ranks, summary
+from shardwright.pretrain import faults, guard, plan, plan_table, rank, ranks, summary
 from shardwright.pretrain.display import Display
 from shardwright.pretrain.events import EventLog, Story
 from shardwright.pretrain.folder import Attempt, Lock, RunFolder
@@ -67,9 +67,7 @@ def _launch_here(start: Start, overrides: Sequence[str]) -> int:
             if start.finished:
                 _explain(start, None)
                 return 0
-        interactive = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-        display = Display(Console(), interactive=interactive, log_interval=start.config.telemetry.log_interval)
-        _show_differences(start, display)
+        display = _display(start)
         try:
             return _run_ranks(start, begin(start, overrides, {"launcher": "own"}), lock, display)
         finally:
@@ -110,9 +108,7 @@ def _lead(start: Start, environment: RankEnvironment, overrides: Sequence[str]) 
             "master_port": environment.master_port,
         }
         attempt, began = begin(start, overrides, details), time.monotonic()
-        console = Console(file=_log_into(attempt, environment.rank))
-        display = Display(console, interactive=False, log_interval=start.config.telemetry.log_interval)
-        _show_differences(start, display)
+        display = _display(start, _log_into(attempt, environment.rank))
         exit_code = rank.work(environment, attempt, display=display)
         failures = faults.collect(attempt.errors) if exit_code not in _STATES else []
         failure = faults.culprit(failures) if failures else None
@@ -167,29 +163,40 @@ def _log_into(attempt: Attempt, rank_number: int) -> TextIO:
     return terminal
 
 
-def _show_differences(start: Start, display: Display) -> None:
-    if start.differences:
-        facts = []
-        for difference in start.differences:
-            change = f"{compose.shown(difference.saved)} -> {compose.shown(difference.present)}"
-            warning = " (results change)" if difference.policy is ResumePolicy.warn else ""
-            facts.append((difference.key, change + warning))
+def _display(start: Start, terminal: TextIO | None = None) -> Display:
+    """A display that has shown in which keys this start differs from the frozen configuration.
+
+    Args:
+        start: what is about to be done.
+        terminal: where plain lines go; None for standard output, as a person's terminal where it is one.
+    """
+    display = Display(
+        Console(file=terminal),
+        interactive=terminal is None and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb",
+        log_interval=start.config.telemetry.log_interval,
+        changes={difference.key: compose.shown(difference.present) for difference in start.differences},
+    )
+    facts = []
+    for difference in start.differences:
+        change = f"{compose.shown(difference.saved)} -> {compose.shown(difference.present)}"
+        facts.append((difference.key, f"{change}{' (results change)' * (difference.policy is ResumePolicy.warn)}"))
+    if facts:
         display.table(f"changed against {start.folder.config}", facts, "yellow")
+    return display
 
 
 def _explain(start: Start, environment: RankEnvironment | None) -> None:
     """Say what would be done, or that nothing is left to do."""
-    interactive = sys.stdout.isatty()
-    display = Display(Console(), interactive=interactive, log_interval=start.config.telemetry.log_interval)
-    _show_differences(start, display)
+    display = _display(start)
     folder, config = start.folder, start.config
     if start.finished:
         assert start.load is not None
         step = start.load.step
-        longer = f"{summary.continue_command(folder.path)} schedule.train_iters={2 * step}"
+        longer = summary.continue_command(folder.path, {"schedule.train_iters": 2 * step})
         facts = [("run folder", str(folder.path)), ("steps", f"{step} of {config.schedule.train_iters}")]
         display.table("nothing left to do: this run is finished", [*facts, ("train longer", longer)], "green")
         return
+    plan_table.show(plan.make_plan(config), Console())
     by = "started here" if environment is None else f"started by {environment.launcher}"
     facts = [
         ("run", f"{config.run.name} in {folder.path} ({'goes on' if folder.config.exists() else 'new'})"),

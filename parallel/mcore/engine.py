@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from shardwright.conf.schema import Config
 from shardwright.parallel.layout import Layout
-from shardwright.parallel.mcore import torch_adam
+from shardwright.parallel.mcore import fp8_state, torch_adam
 from shardwright.parallel.mcore.groups import Groups
 from shardwright.parallel.mcore.model import build_gpt, wrap_data_parallel
 from shardwright.parallel.mcore.translate import megatron_configs
@@ -68,6 +68,8 @@ class Engine:
         self.transformer_config = configs.transformer
         gpt = build_gpt(config.model, padded_vocab_size, configs, layout, self.groups, device, rank)
         self.model = wrap_data_parallel(gpt, configs, self.groups)
+        if device.type == "cuda":
+            fp8_state.install()
         torch_adam.mend()
         self._group_overrides = get_standard_config_overrides(configs.optimizer)
         self.optimizer = get_megatron_optimizer(configs.optimizer, [self.model], self._group_overrides)

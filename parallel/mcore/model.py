@@ -1,4 +1,4 @@
-"""The one place where a model is built: its class, its layer spec and its data-parallel wrapper can change here alone."""
+"""The one place where a model is built: its class, layer spec and data-parallel wrapper can change here alone."""
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -53,6 +53,4 @@ def wrap_data_parallel(
     gpt: GPTModel, configs: MegatronConfigs, groups: ProcessGroupCollection
 ) -> DistributedDataParallel:
     """Give the model its gradient buffers and data-parallel reduction."""
-    return DistributedDataParallel(
-        config=configs.transformer, ddp_config=configs.ddp, module=gpt, pg_collection=groups
-    )
+    return DistributedDataParallel(config=configs.transformer, ddp_config=configs.ddp, module=gpt, pg_collection=groups)

@@ -1,8 +1,8 @@
 """Loading a checkpoint runs nothing that the checkpoint says: every place that unpickles is restricted.
 
-torch's distributed checkpoint unpickles its `.metadata` (filesystem.py, `FileSystemReader.read_metadata`) and every byte
-entry (default_planner.py, `load_bytes`) without restriction, and megatron-core reads its common state through the same
-path. `harden` replaces the first by an unpickler with a narrow allow-list and the second by `weights_only=True`.
+torch's distributed checkpoint unpickles its `.metadata` (filesystem.py, `FileSystemReader.read_metadata`) and every
+byte entry (default_planner.py, `load_bytes`) without restriction, and megatron-core reads its common state through the
+same path. `harden` replaces the first by an unpickler with a narrow allow-list and the second by `weights_only=True`.
 """
 
 import io

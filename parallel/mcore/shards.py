@@ -51,8 +51,12 @@ def load(engine: Engine, folder: Path, *, with_rng: bool) -> None:
     Collective: every rank calls it.
     """
     safe_load.harden()
-    state = dist_checkpointing.load(_sharded_state(engine, is_loading=True, with_rng=with_rng), str(folder))
-    engine.model.module.load_state_dict(state["model"], strict=True)
+    wanted = _sharded_state(engine, is_loading=True, with_rng=with_rng)
+    without = _leave_out_missing_fp8_state(wanted["model"], folder)
+    state = dist_checkpointing.load(wanted, str(folder))
+    missing, unexpected = engine.model.module.load_state_dict(state["model"], strict=False)
+    if unexpected or set(missing) - without:
+        raise RuntimeError(f"{folder} does not fit the model: missing {missing}, unexpected {unexpected}")
     engine.optimizer.load_state_dict(state["optimizer"])
     if with_rng:
         set_rng_state(state["rng"])
@@ -65,6 +69,22 @@ def _sharded_state(engine: Engine, *, is_loading: bool, with_rng: bool) -> dict[
     if with_rng:
         state["rng"] = ShardedObject("rng", get_rng_state(), (dist.get_world_size(),), (dist.get_rank(),))
     return state
+
+
+def _leave_out_missing_fp8_state(model: dict[str, Any], folder: Path) -> set[str]:
+    """Do not ask for layers' FP8 state that the checkpoint lacks; returns the names that are left out.
+
+    It was written on the CPU, or in another tensor-parallel layout: then amax histories begin anew, as at step 0.
+    """
+    there = dist_checkpointing.load_sharded_metadata(str(folder))
+    left_out = {
+        name
+        for name, value in model.items()
+        if name.endswith("_extra_state") and isinstance(value, ShardedObject) and value.unique_key not in there
+    }
+    for name in left_out:
+        del model[name]
+    return left_out
 
 
 def get_rng_state() -> dict[str, Any]:

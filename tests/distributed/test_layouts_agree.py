@@ -11,7 +11,7 @@ from .harness import RunRanks
 NUM_STEPS = 10
 RELATIVE = 1e-5
 """fp32 sums in another order differ by some 1e-7 per step; Adam's division by small roots carries that to about 1e-6 per
-tensor in ten steps. Per element the difference is larger where a gradient is near zero, so tensors are compared in norm."""
+tensor in ten steps. Per element it is more where a gradient is near zero, so tensors are compared in norm."""
 
 LAYOUTS = {
     "data parallel": (2, []),

@@ -15,6 +15,12 @@ from shardwright.pretrain.faults import TrainingFault
 from shardwright.pretrain.folder import RunFolder
 
 _BEHAVIOURS = "RANKS_WITHOUT_TORCH"
+_IGNORES_SIGTERM = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("up", flush=True)
+time.sleep(60)
+"""
 
 
 def engine(context: rank.RankContext) -> int:
@@ -23,8 +29,7 @@ def engine(context: rank.RankContext) -> int:
     behaviour = os.environ[_BEHAVIOURS].split(",")[number]
     (context.attempt.path / f"pid_{number}").write_text(str(os.getpid()))
     if behaviour == "grandchild":
-        ignore = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
-        child = subprocess.Popen([sys.executable, "-c", ignore], stdout=subprocess.PIPE)
+        child = subprocess.Popen([sys.executable, "-c", _IGNORES_SIGTERM], stdout=subprocess.PIPE)
         assert child.stdout is not None and child.stdout.readline()
         (context.attempt.path / "pid_grandchild").write_text(str(child.pid))
     context.events.write("ready")

@@ -93,7 +93,7 @@ def test_resume_must_wants_a_checkpoint(tmp_path: Path) -> None:
 
 def test_resume_never_wants_none(tmp_path: Path) -> None:
     write(tmp_path, 10)
-    with pytest.raises(RefusedError, match="another run.dir"):
+    with pytest.raises(RefusedError, match=r"another run.dir"):
         find(tmp_path, "checkpoint.resume=never")
 
 
@@ -105,9 +105,9 @@ def test_a_load_path_that_does_not_exist_is_refused_and_says_what_does(tmp_path:
 
 def test_a_step_that_does_not_exist_is_refused_and_lists_those_that_do(tmp_path: Path) -> None:
     write(tmp_path, 10), write(tmp_path, 20)
-    with pytest.raises(RefusedError, match="load_step=999.*steps 10, 20"):
+    with pytest.raises(RefusedError, match=r"load_step=999.*steps 10, 20"):
         find(tmp_path, "checkpoint.load_step=999")
-    with pytest.raises(RefusedError, match="load_step=999.*no whole checkpoint"):
+    with pytest.raises(RefusedError, match=r"load_step=999.*no whole checkpoint"):
         find(tmp_path / "new", "checkpoint.load_step=999")
 
 

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from shardwright.pretrain.display import Display
 
-START = {
+START: dict[str, Any] = {
     "run": {"name": "tiny [red]", "dir": "runs/tiny", "attempt": 1},
     "model": {"layers": 4, "hidden_size": 128, "tied": False},
     "parameters": 1_345_000,
@@ -103,6 +103,17 @@ def test_a_stopped_run_says_the_command_that_continues() -> None:
     )
     assert "stopped after saving" in text
     assert text.splitlines()[-1].split() == ["continue", "shardwright", "train", "run.dir=runs/tiny"]
+
+
+def test_the_command_that_continues_repeats_what_was_changed() -> None:
+    file = io.StringIO()
+    changes = {"schedule.train_iters": "30", "run.name": "a b"}
+    display = Display(Console(file=file, width=100), interactive=False, log_interval=1, changes=changes)
+    display.event(event("start", **START))
+    display.event(event("end", state="stopped", seconds=1.0, exit_code=75))
+    display.event(event("end", state="done", seconds=1.0, exit_code=0))
+    command = "shardwright train run.dir=runs/tiny schedule.train_iters={} 'run.name=a b'"
+    assert command.format(30) in file.getvalue() and command.format(60) in file.getvalue()
 
 
 def test_on_a_terminal_the_bar_shows_step_loss_speed_and_time_left() -> None:

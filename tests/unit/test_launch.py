@@ -92,7 +92,7 @@ def test_a_training_fault_is_told_in_its_own_words_and_ends_other_ranks_and_thei
     assert failure and failure.traceback and "TrainingFault" in failure.traceback
 
 
-def test_killing_the_launcher_ends_every_rank_and_grandchild_and_only_then_frees_the_folder(
+def test_killing_the_launcher_ends_every_rank_and_grandchild_and_frees_the_folder(
     start: Callable[..., Launched],
 ) -> None:
     launched = start("grandchild", "deaf")

@@ -1,6 +1,7 @@
 """A run's folder: private, one writer, numbered attempts, every step once."""
 
 import json
+import signal
 import stat
 from pathlib import Path
 
@@ -170,6 +171,12 @@ def test_a_vanished_rank_is_to_blame_before_those_whose_connection_broke(tmp_pat
     assert victim and vanished
     assert culprit([victim, vanished]) is vanished
     assert vanished.exit_code == 3 and "exit code 7" in vanished.error
+
+
+def test_a_rank_that_its_communication_library_aborted_is_not_to_blame(tmp_path: Path) -> None:
+    aborted = judge(-signal.SIGABRT, rank=0, errors=tmp_path, seen=1)
+    killed = judge(-signal.SIGKILL, rank=1, errors=tmp_path, seen=2)
+    assert aborted and killed and culprit([aborted, killed]) is killed
 
 
 def test_an_own_error_is_to_blame_before_an_earlier_broken_connection() -> None:

@@ -90,8 +90,8 @@ def test_a_finished_run_is_said_to_be_finished(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     iters = compose.load(folder.config).schedule.train_iters
-    monkeypatch.setattr(checkpoint_store, "committed", lambda folder: [iters])
-    monkeypatch.setattr(checkpoint_store, "find", lambda config, folder: folder.checkpoints / "newest")
+    newest = checkpoint_store.Committed(iters, folder.checkpoints / "newest")
+    monkeypatch.setattr(checkpoint_store, "find", lambda config, root: newest)
     (folder.path / "status.json").write_text('{"state": "done"}')
     assert train([f"run.dir={folder.path}"]) == 0
     assert "finished" in capsys.readouterr().out
