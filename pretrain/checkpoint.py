@@ -67,7 +67,8 @@ class TrainerState:
 
 
 def _trainer_json(checkpoint: Path) -> dict[str, Any]:
-    return json.loads((checkpoint / checkpoint_store.TRAINER).read_text())
+    saved: dict[str, Any] = json.loads((checkpoint / checkpoint_store.TRAINER).read_text())
+    return saved
 
 
 def save(engine: Engine, state: TrainerState, root: Path, *, keep_last: int, attempt: int, events: EventLog) -> None:

@@ -5,8 +5,7 @@ and marker are written and synced INSIDE it; then one rename commits it and the 
 named `step_00000100` is whole or does not exist, whenever a kill comes. The file `latest` is a hint for people;
 nothing reads it. Removal renames first and deletes then, for the same reason.
 
-No torch here: the launcher decides what to resume from before any rank exists. The bytes are `parallel/mcore/shards.py`.
-"""
+No torch here: the launcher decides what to resume from before any rank exists. The bytes: `parallel/mcore/shards.py`.
 
 import hashlib
 import json
@@ -251,7 +250,8 @@ def sync(paths: Iterable[Path]) -> None:
 
 
 def _manifest_files(path: Path) -> dict[str, dict[str, Any]]:
-    return json.loads((path / MANIFEST).read_text())["files"]
+    files: dict[str, dict[str, Any]] = json.loads((path / MANIFEST).read_text())["files"]
+    return files
 
 
 def _write_synced(path: Path, text: str) -> None:

@@ -30,8 +30,8 @@ class Loop:
     plan: Plan
     engine: Engine
     training_batches: Iterator[list[Batch]]
-    evaluation_batches: Callable[[], Iterator[list[Batch]]]
-    """The first `eval_iters` global batches of the validation split, anew at every call."""
+    evaluation_batches: Callable[[], Iterator[list[Batch]]] | None
+    """The first `eval_iters` global batches of the validation split, anew at every call; None never evaluates."""
 
     def train(self, state: TrainerState) -> tuple[str, TrainerState]:
         """Train from `state` to the last step, or to a stop request.
@@ -53,8 +53,8 @@ class Loop:
             self._report(state, result, lr, time.monotonic() - started)
             stopped = self._any_rank_wants_to_stop()
             last = state.step == schedule.train_iters or stopped
-            if self._due(schedule.eval_interval, state.step, last and not stopped) and schedule.eval_iters:
-                self._evaluate(state)
+            if self.evaluation_batches and self._due(schedule.eval_interval, state.step, last and not stopped):
+                self._evaluate(state, self.evaluation_batches())
             if self._due(config.checkpoint.save_interval, state.step, last):
                 self._save(state)
                 saved_step = state.step
@@ -76,8 +76,8 @@ class Loop:
         dist.all_reduce(wants, op=dist.ReduceOp.MAX, group=self.engine.control_group)
         return bool(wants.item())
 
-    def _evaluate(self, state: TrainerState) -> None:
-        loss, num_tokens = self.engine.evaluate(self.evaluation_batches())
+    def _evaluate(self, state: TrainerState, batches: Iterator[list[Batch]]) -> None:
+        loss, num_tokens = self.engine.evaluate(batches)
         if num_tokens == 0:
             raise TrainingFault(f"step {state.step}: the evaluation batches hold no unmasked token")
         if self.context.environment.rank == 0:

@@ -9,6 +9,7 @@ from datetime import timedelta
 from functools import partial
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from shardwright.data.loader import batches
 from shardwright.data.sampler import DataPosition, samples_needed
@@ -44,9 +45,18 @@ def run_rank(context: RankContext) -> int:
     source = Source(config.data, seed=config.run.seed, build_epoch=gpt_epoch)
     batch_size, eval_steps = config.data.global_batch_size, config.schedule.eval_iters
     num_steps = max(0, config.schedule.train_iters - state.step)
+    share = partial(
+        batches,
+        global_batch_size=batch_size,
+        micro_batch_size=config.data.micro_batch_size,
+        dp_rank=plan.layout.coordinates(env.rank).dp,
+        dp_size=plan.layout.dp,
+    )
     training = source.stream("train", samples_needed(state.position, batch_size, num_steps))
-    evaluates = config.schedule.eval_interval > 0 and eval_steps > 0
-    validation = source.stream("validation", eval_steps * batch_size) if evaluates else None
+    evaluation = None
+    if config.schedule.eval_interval and eval_steps:
+        validation = source.stream("validation", eval_steps * batch_size)
+        evaluation = partial(share, validation, DataPosition(), num_workers=0, num_steps=eval_steps)
 
     context.phase("connecting ranks")
     timeout_seconds = config.resilience.distributed_timeout_seconds
@@ -63,23 +73,18 @@ def run_rank(context: RankContext) -> int:
     if env.rank == 0:
         _forget_later_steps(context, state.step)
         context.events.write("start", state.step, **describe(context, plan, engine, source, ranks, state.step))
-    share = partial(
-        batches,
-        global_batch_size=batch_size,
-        micro_batch_size=config.data.micro_batch_size,
-        dp_rank=plan.layout.coordinates(env.rank).dp,
-        dp_size=plan.layout.dp,
-    )
     loop = Loop(
         context=context,
         plan=plan,
         engine=engine,
         training_batches=share(training, state.position, num_workers=config.data.num_workers, num_steps=num_steps),
-        evaluation_batches=lambda: share(validation, DataPosition(), num_workers=0, num_steps=eval_steps),
+        evaluation_batches=evaluation,
     )
     outcome, state = loop.train(state)
 
-    process_groups.stop()
+    # Everybody is done before anybody leaves. The groups are not destroyed: the process ends by os._exit, and NCCL takes
+    # nine seconds over a few groups.
+    dist.barrier(group=groups.control)
     code = STOPPED if outcome == "stopped" else 0
     if env.rank == 0:
         seconds = round(time.monotonic() - started, 3)
@@ -87,10 +92,10 @@ def run_rank(context: RankContext) -> int:
     return code
 
 
-def _store(context: RankContext, timeout_seconds: int) -> dist.Store:
+def _store(context: RankContext, timeout_seconds: int) -> Store:
     """Where the ranks meet; each attempt has its own keys, since torchrun's agent keeps one store over restarts."""
     env = context.environment
-    store = dist.TCPStore(
+    store = TCPStore(
         env.master_addr,
         env.master_port,
         env.world_size,
@@ -99,7 +104,7 @@ def _store(context: RankContext, timeout_seconds: int) -> dist.Store:
         wait_for_workers=False,
         master_listen_fd=env.master_listen_fd,
     )
-    return dist.PrefixStore(context.attempt.id, store)
+    return PrefixStore(context.attempt.id, store)
 
 
 def _forget_later_steps(context: RankContext, step: int) -> None:

@@ -70,7 +70,7 @@ def install() -> None:
 
     @functools.wraps(get_pickled)
     def get_extra_state(self: Any) -> torch.Tensor:
-        pickled = get_pickled(self)
+        pickled: torch.Tensor = get_pickled(self)
         if pickled.numel() == 0:
             return pickled
         return pack(pickle.loads(pickled.numpy().tobytes()))  # bytes that this process has just written

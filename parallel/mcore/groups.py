@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from torch._C._distributed_c10d import Store
 
 from shardwright.parallel.layout import Layout
 
@@ -23,7 +24,7 @@ class Groups:
     """The whole world over gloo, for decisions on the CPU that must not wait for the GPU."""
 
 
-def start(layout: Layout, device: torch.device, rank: int, timeout_seconds: int, store: dist.Store) -> Groups:
+def start(layout: Layout, device: torch.device, rank: int, timeout_seconds: int, store: Store) -> Groups:
     """Start torch.distributed and build every group of the layout; every rank calls it once.
 
     Args:
@@ -68,9 +69,3 @@ def seed_everything(seed: int, layout: Layout, rank: int) -> None:
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-
-
-def stop() -> None:
-    """Leave after a run that ended well; on an error nobody calls this, since it would wait for the others."""
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()

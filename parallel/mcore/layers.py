@@ -1,7 +1,7 @@
 """Layer specs: Transformer Engine's layers on CUDA, megatron-core's local ones on the CPU; chosen by the device.
 
 megatron-core's local spec lacks one thing that tensor parallelism needs: its norm (`WrappedTorchNorm`) refuses sequence
-parallelism. `LocalNorm` is torch's norm with the mark by which `finalize_model_grads` sums the gradients over TP.
+parallelism. `local_norm` is torch's norm with the mark by which `finalize_model_grads` sums the gradients over TP.
 """
 
 from typing import Any
@@ -13,22 +13,21 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 
-class LocalNorm:
-    """Builds torch's RMSNorm or LayerNorm with the `sequence_parallel` mark on its parameters."""
-
-    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:  # type: ignore[misc]
-        norms = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}
-        norm = norms[config.normalization](hidden_size, eps=eps)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        return norm
+def local_norm(config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:
+    """torch's RMSNorm or LayerNorm with the `sequence_parallel` mark on its parameters."""
+    norms: dict[str, type[torch.nn.Module]] = {"RMSNorm": torch.nn.RMSNorm, "LayerNorm": torch.nn.LayerNorm}
+    norm = norms[config.normalization](hidden_size, eps=eps)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return norm
 
 
-class LocalSpecs(backends.LocalSpecProvider):
+class LocalSpecs(backends.LocalSpecProvider):  # type: ignore[misc]
     """megatron-core's local modules, with a norm that works under sequence parallelism."""
 
-    def layer_norm(self, *args: Any, **kwargs: Any) -> type:
-        return LocalNorm
+    def layer_norm(self, *args: Any, **kwargs: Any) -> Any:
+        """Builder of a norm."""
+        return local_norm
 
 
 def decoder_block_spec(config: TransformerConfig, device: torch.device) -> TransformerBlockSubmodules:
@@ -39,7 +38,7 @@ def decoder_block_spec(config: TransformerConfig, device: torch.device) -> Trans
         )
     # get_gpt_layer_local_submodules() finds both by their module-global names (gpt_layer_specs.py:359, 0.19.2)
     gpt_layer_specs.LocalSpecProvider = LocalSpecs
-    gpt_layer_specs.LNImpl = LocalNorm
+    gpt_layer_specs.LNImpl = local_norm
     return gpt_layer_specs.get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization
     )

@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import default_planner, filesystem
+from torch.distributed.checkpoint._nested_dict import (  # type: ignore[attr-defined]
+    set_element,
+)
 
 _METADATA_NAMES = {
     "torch.distributed.checkpoint.metadata": {
@@ -54,7 +57,7 @@ class MetadataUnpickler(pickle.Unpickler):
 def _load_bytes(self: Any, read_item: Any, value: io.BytesIO) -> None:
     loaded = torch.load(value, weights_only=True)
     if self.flatten_state_dict:
-        default_planner.set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
+        set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
     else:
         self.state_dict[read_item.dest_index.fqn] = loaded
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
@@ -76,7 +77,7 @@ def _leave_out_missing_fp8_state(model: dict[str, Any], folder: Path) -> set[str
 
     It was written on the CPU, or in another tensor-parallel layout: then amax histories begin anew, as at step 0.
     """
-    there = dist_checkpointing.load_sharded_metadata(str(folder))
+    there = load_sharded_metadata(str(folder))
     left_out = {
         name
         for name, value in model.items()

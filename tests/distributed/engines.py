@@ -5,11 +5,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
 from shardwright.conf.compose import compose
 from shardwright.conf.schema import Config
 from shardwright.parallel.mcore import groups, shards
-from shardwright.parallel.mcore.engine import Batch, Engine
+from shardwright.parallel.mcore.engine import Engine
 from shardwright.pretrain import plan
 
 SEQ_LENGTH, GLOBAL_BATCH = 64, 4
@@ -34,9 +35,12 @@ def config_of(overrides: list[str], world_size: int) -> Config:
 def engine_of(config: Config, rank: int, store: str) -> Engine:
     """Start the process groups of a rank and build its engine."""
     layout = plan.layout(config)
-    world = groups.start(layout, torch.device("cpu"), rank, 60, dist.FileStore(store, layout.world_size))
+    world = groups.start(layout, torch.device("cpu"), rank, 60, FileStore(store, layout.world_size))
     groups.seed_everything(config.run.seed, layout, rank)
     return Engine(config, layout, world, torch.device("cpu"), rank, plan.padded_vocab_size(config.model))
+
+
+type Batch = dict[str, torch.Tensor]
 
 
 def random_step(seed: int, vocab_size: int = 500, unmasked: list[int] | None = None) -> Batch:

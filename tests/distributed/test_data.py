@@ -187,7 +187,7 @@ def test_mock_samples_are_a_function_of_seed_and_index():
     again = MockTokens((1, 0), vocab_size=50, seq_length=SEQ_LENGTH)
     assert again[10**12]["tokens"].tolist() == make[10**12]["tokens"].tolist()
     drawn = torch.stack([make[i]["tokens"] for i in range(200)])
-    assert (drawn.min(), drawn.max()) == (0, 49)
+    assert (int(drawn.min()), int(drawn.max())) == (0, 49)
     assert len(set(map(tuple, drawn.tolist()))) == 200
     assert MockTokens((2, 0), vocab_size=50, seq_length=SEQ_LENGTH)[0]["tokens"].tolist() != drawn[0].tolist()
     assert make[0]["labels"][:-1].tolist() == make[0]["tokens"][1:].tolist()

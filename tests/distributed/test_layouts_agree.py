@@ -5,13 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardwright.parallel.mcore import shards
+
 from . import engines
 from .harness import RunRanks
 
 NUM_STEPS = 10
 RELATIVE = 1e-5
-"""fp32 sums in another order differ by some 1e-7 per step; Adam's division by small roots carries that to about 1e-6 per
-tensor in ten steps. Per element it is more where a gradient is near zero, so tensors are compared in norm."""
+"""fp32 sums in another order differ by some 1e-7 per step; Adam's division by small roots carries that to about 1e-6
+per tensor in ten steps. Per element it is more where a gradient is near zero, so tensors are compared in norm."""
 
 LAYOUTS = {
     "data parallel": (2, []),
@@ -36,7 +38,7 @@ def train_from(
 ) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Losses and norms, and all tensors after the first and after the last step."""
     engine = engines.engine_of(engines.config_of(overrides, world), rank, store)
-    engines.shards.load(engine, start, with_rng=False)
+    shards.load(engine, start, with_rng=False)
     curve = engines.train(engine, 1)
     engines.save(engine, results / "first")
     curve += engines.train(engine, NUM_STEPS - 1, first_seed=1)

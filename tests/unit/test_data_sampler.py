@@ -20,7 +20,9 @@ phases = st.lists(
 
 @given(phases)
 def test_no_sample_is_repeated_or_left_out_by_any_change_of_layout_and_batch_size(phases):
-    position, consumed, skipped = DataPosition(), [], []
+    position = DataPosition()
+    consumed: list[int] = []
+    skipped: list[int] = []
     for dp_size, micro_batch_size, num_microbatches, num_steps, num_skipped in phases:
         global_batch_size = dp_size * micro_batch_size * num_microbatches
         for _ in range(num_steps):
