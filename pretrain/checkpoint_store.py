@@ -6,6 +6,7 @@ named `step_00000100` is whole or does not exist, whenever a kill comes. The fil
 nothing reads it. Removal renames first and deletes then, for the same reason.
 
 No torch here: the launcher decides what to resume from before any rank exists. The bytes: `parallel/mcore/shards.py`.
+"""
 
 import hashlib
 import json

@@ -82,8 +82,8 @@ def run_rank(context: RankContext) -> int:
     )
     outcome, state = loop.train(state)
 
-    # Everybody is done before anybody leaves. The groups are not destroyed: the process ends by os._exit, and NCCL takes
-    # nine seconds over a few groups.
+    # Everybody is done before anybody leaves. The groups are not destroyed: the process ends by os._exit, and NCCL
+    # takes nine seconds over a few groups.
     dist.barrier(group=groups.control)
     code = STOPPED if outcome == "stopped" else 0
     if env.rank == 0:
