@@ -81,7 +81,7 @@ def load(path: Path) -> Config:
     Raises:
         RefusedError: unreadable, of another schema version, or not what the schema says.
     """
-    problem = Problem(key=str(path), value="", rule="is not a frozen configuration")
+    problem = Problem(key=str(path), rule="is not a frozen configuration")
     try:
         tree = OmegaConf.load(path)  # a subclass of yaml.SafeLoader: builds no objects
     except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
@@ -92,7 +92,7 @@ def load(path: Path) -> Config:
     if version != SCHEMA_VERSION:
         rule = f"was frozen with schema_version {version}, and this program reads {SCHEMA_VERSION}"
         remedy = "continue with the shardwright that wrote it, or begin a new run in another run.dir"
-        raise RefusedError([Problem(key=str(path), value=version, rule=rule, remedy=remedy)])
+        raise RefusedError([Problem(key=str(path), rule=rule, remedy=remedy)])
     return _typed(tree, [])
 
 
@@ -130,7 +130,7 @@ def schema_keys() -> dict[str, Any]:
 
 
 def shown(value: object) -> str:
-    """`value` as a user would type it into an override."""
+    """`value` in words, as an override has it but for quotes."""
     if isinstance(value, Enum):
         return str(value.name)
     if isinstance(value, bool) or value is None:
@@ -140,12 +140,30 @@ def shown(value: object) -> str:
     return str(value)
 
 
+def quoted(text: str) -> str:
+    """`text` as a quoted value of Hydra's override grammar."""
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def override(key: str, text: str) -> str:
+    """The override that sets `key` to what `shown` gave as `text`, quoted where Hydra would read something else."""
+    plain = f"{key}={text}"
+    try:
+        parsed = OverridesParser.create().parse_override(plain)
+        same = not parsed.is_sweep_override() and shown(parsed.value()) == text
+    except (HydraException, ValueError):
+        same = False
+    return plain if same else f"{key}={quoted(text)}"
+
+
 def _check_override(text: str) -> tuple[list[Problem], str | None]:
     """Problems of one override, and the override for Hydra where it has none.
 
     Prefixes are dropped or unified: a known key is set, whether a user wrote `key`, `+key` or `++key`.
     """
-    name, _, value = text.partition("=")
+    name, equals, value = text.partition("=")
+    if not equals and not text.startswith("~"):
+        return [Problem(key=name, rule="has no value", remedy=f"write {name}=...")], None
     try:
         override = OverridesParser.create().parse_override(text)
     except (HydraException, ValueError) as error:
@@ -252,6 +270,8 @@ def _typed_section(section: str, schema: Any, node: DictConfig) -> tuple[list[Pr
             problems.append(Problem(key=key, value=_raw(node, name), rule=f"leads nowhere: {_one_line(error)}"))
             continue
         if not _accepts(typed, name, field.type, value):
+            if schema_keys().get(_raw(node, name).removeprefix("${").removesuffix("}")) == field.type:
+                continue  # it repeats another key, which is reported itself
             rule, remedy = _wanted(field.type)
             problems.append(Problem(key=key, value=shown(value), rule=rule, remedy=remedy))
     return problems, typed

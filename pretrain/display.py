@@ -26,7 +26,6 @@ _ETA_STEPS = 20
 
 _STATES = {
     "done": ("finished", "green"),
-    "nothing_left": ("nothing left to do", "green"),
     "stopped": ("stopped after saving", "yellow"),
     "failed": ("failed", "red"),
 }
@@ -187,7 +186,7 @@ class Display:
         if folder:
             facts.append(("run folder", f"{folder} (metrics.jsonl, events.jsonl, attempts/)"))
             total = self._start.get("train_iters")
-            if data["state"] in ("done", "nothing_left") and total:
+            if data["state"] == "done" and total:
                 longer = {**self._changes, "schedule.train_iters": 2 * total}
                 facts.append(("train longer", summary.continue_command(folder, longer)))
             else:
