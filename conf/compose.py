@@ -29,7 +29,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException, ValidationError
-from yaml import YAMLError
+from yaml import MarkedYAMLError, YAMLError
 
 from shardwright.conf.problems import Problem, RefusedError, refuse
 from shardwright.conf.schema import SCHEMA_VERSION, Config, ResumePolicy
@@ -89,6 +89,8 @@ def load(path: Path) -> Config:
     if not isinstance(tree, DictConfig):
         raise RefusedError([problem])
     version = tree.pop("schema_version", None)
+    if version is None:
+        raise RefusedError([dataclasses.replace(problem, rule="is not a frozen configuration: no schema_version")])
     if version != SCHEMA_VERSION:
         rule = f"was frozen with schema_version {version}, and this program reads {SCHEMA_VERSION}"
         remedy = "continue with the shardwright that wrote it, or begin a new run in another run.dir"
@@ -313,5 +315,7 @@ def _raw(node: DictConfig, name: str) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-    """First line of a foreign error; the rest speaks of that library's internals."""
+    """First line of a foreign error, of a YAML error what and where; the rest speaks of that library's internals."""
+    if isinstance(error, MarkedYAMLError) and error.problem and error.problem_mark:
+        return f"{error.problem}, line {error.problem_mark.line + 1}"
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

@@ -132,11 +132,11 @@ def test_a_frozen_config_is_resolved() -> None:
     ("change", "named"),
     [
         (("schema_version: 1", "schema_version: 2"), "schema_version 2"),
-        (("schema_version: 1\n", ""), "schema_version None"),
+        (("schema_version: 1\n", ""), "is not a frozen configuration: no schema_version"),
         (("  lr: 0.001\n", "  lr: fast\n"), "optimizer.lr=fast"),
         (("  lr: 0.001\n", "  learning_rate: 0.001\n"), "optimizer.learning_rate=0.001"),
         (("run:\n", "run: !!python/object/apply:os.system [id]\nrum:\n"), "cannot be read"),
-        (("run:\n", "run: [\n"), "cannot be read"),
+        (("run:\n", "run: [\n"), "cannot be read: expected ',' or '\\]', but got ':', line 4"),
     ],
 )
 def test_a_damaged_or_foreign_frozen_config_is_refused(change: tuple[str, str], named: str, tmp_path: Path) -> None:

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from shardwright.conf.problems import Problem, RefusedError
 from shardwright.pretrain import summary
 from shardwright.pretrain.display import Display
+from shardwright.pretrain.faults import Failure
 
 START: dict[str, Any] = {
     "run": {"name": "tiny [red]", "dir": "runs/tiny", "attempt": 1},
@@ -157,6 +159,22 @@ def test_a_fault_names_the_rank_its_host_its_error_and_its_log() -> None:
     text = picture([row], interactive=False)
     for part in ("rank 1 on node7", "exit code 7", "a/rank_00001.log", "boom"):
         assert part in text
+
+
+def test_a_refusal_by_a_rank_is_no_failure_of_it() -> None:
+    failure = Failure.of(RefusedError([Problem(key="data.cache_dir", value="x", rule="no room")]), rank=0, host="n")
+    text = picture([event("fault", None, **failure.as_event())], interactive=False)
+    assert "rank 0 on n cannot begin" in text and "error  refused: 1 problem" in text
+
+
+def test_a_stop_is_acknowledged_before_it_is_done() -> None:
+    assert "asked to stop: saves" in picture([*RUN[:5], event("stop_requested", 2)], interactive=True)
+
+
+@pytest.mark.parametrize("step", [1, 30])
+def test_the_bar_leaves_room_for_an_echoed_interrupt(step: int) -> None:
+    lines = picture([RUN[1], metrics(step)], interactive=True).splitlines()
+    assert max(len(line.rstrip()) for line in lines if "tokens/s" in line) <= 98
 
 
 def test_unknown_values_are_dashes_and_a_missing_total_is_no_error() -> None:
