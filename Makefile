@@ -6,7 +6,7 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .PHONY: .venv quickstart test test-all check lint typecheck slurm-deps constraints clean help
 
-# Other choices: make PYTHON=/path/to/python3.12 EXTRAS=dev,telemetry,te
+# Other choices: make PYTHON=/path/to/python3.12 EXTRAS=dev
 PYTHON ?=
 EXTRAS ?= dev,telemetry
 PIP ?= .venv/bin/python -m pip
@@ -51,7 +51,7 @@ help: ## this list
 	  "$$found" -m venv .venv
 	fi
 	rm -f $@
-	echo "Installing shardwright and what it needs into .venv: 4.6 GB on disk, some minutes, quiet until done"
+	echo "Installing shardwright and what it needs into .venv: about 5 GB on disk, some minutes, quiet until done"
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
 	touch $@
 

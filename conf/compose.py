@@ -29,7 +29,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException, ValidationError
-from yaml import YAMLError
+from yaml import MarkedYAMLError, YAMLError
 
 from shardwright.conf.problems import Problem, RefusedError, refuse
 from shardwright.conf.schema import SCHEMA_VERSION, Config, ResumePolicy
@@ -81,7 +81,7 @@ def load(path: Path) -> Config:
     Raises:
         RefusedError: unreadable, of another schema version, or not what the schema says.
     """
-    problem = Problem(key=str(path), value="", rule="is not a frozen configuration")
+    problem = Problem(key=str(path), rule="is not a frozen configuration")
     try:
         tree = OmegaConf.load(path)  # a subclass of yaml.SafeLoader: builds no objects
     except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
@@ -89,10 +89,12 @@ def load(path: Path) -> Config:
     if not isinstance(tree, DictConfig):
         raise RefusedError([problem])
     version = tree.pop("schema_version", None)
+    if version is None:
+        raise RefusedError([dataclasses.replace(problem, rule="is not a frozen configuration: no schema_version")])
     if version != SCHEMA_VERSION:
         rule = f"was frozen with schema_version {version}, and this program reads {SCHEMA_VERSION}"
         remedy = "continue with the shardwright that wrote it, or begin a new run in another run.dir"
-        raise RefusedError([Problem(key=str(path), value=version, rule=rule, remedy=remedy)])
+        raise RefusedError([Problem(key=str(path), rule=rule, remedy=remedy)])
     return _typed(tree, [])
 
 
@@ -130,7 +132,7 @@ def schema_keys() -> dict[str, Any]:
 
 
 def shown(value: object) -> str:
-    """`value` as a user would type it into an override."""
+    """`value` in words, as an override has it but for quotes."""
     if isinstance(value, Enum):
         return str(value.name)
     if isinstance(value, bool) or value is None:
@@ -140,12 +142,30 @@ def shown(value: object) -> str:
     return str(value)
 
 
+def quoted(text: str) -> str:
+    """`text` as a quoted value of Hydra's override grammar."""
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def override(key: str, text: str) -> str:
+    """The override that sets `key` to what `shown` gave as `text`, quoted where Hydra would read something else."""
+    plain = f"{key}={text}"
+    try:
+        parsed = OverridesParser.create().parse_override(plain)
+        same = not parsed.is_sweep_override() and shown(parsed.value()) == text
+    except (HydraException, ValueError):
+        same = False
+    return plain if same else f"{key}={quoted(text)}"
+
+
 def _check_override(text: str) -> tuple[list[Problem], str | None]:
     """Problems of one override, and the override for Hydra where it has none.
 
     Prefixes are dropped or unified: a known key is set, whether a user wrote `key`, `+key` or `++key`.
     """
-    name, _, value = text.partition("=")
+    name, equals, value = text.partition("=")
+    if not equals and not text.startswith("~"):
+        return [Problem(key=name, rule="has no value", remedy=f"write {name}=...")], None
     try:
         override = OverridesParser.create().parse_override(text)
     except (HydraException, ValueError) as error:
@@ -252,6 +272,8 @@ def _typed_section(section: str, schema: Any, node: DictConfig) -> tuple[list[Pr
             problems.append(Problem(key=key, value=_raw(node, name), rule=f"leads nowhere: {_one_line(error)}"))
             continue
         if not _accepts(typed, name, field.type, value):
+            if schema_keys().get(_raw(node, name).removeprefix("${").removesuffix("}")) == field.type:
+                continue  # it repeats another key, which is reported itself
             rule, remedy = _wanted(field.type)
             problems.append(Problem(key=key, value=shown(value), rule=rule, remedy=remedy))
     return problems, typed
@@ -293,5 +315,7 @@ def _raw(node: DictConfig, name: str) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-    """First line of a foreign error; the rest speaks of that library's internals."""
+    """First line of a foreign error, of a YAML error what and where; the rest speaks of that library's internals."""
+    if isinstance(error, MarkedYAMLError) and error.problem and error.problem_mark:
+        return f"{error.problem}, line {error.problem_mark.line + 1}"
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

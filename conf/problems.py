@@ -14,15 +14,15 @@ class Problem:
 
     key: str
     """Dotted config key (`parallel.tp`), environment variable or path that the user can change."""
-    value: object
-    """What it holds now."""
+    value: object = None
+    """What it holds now; None where there is no value to show."""
     rule: str
     """The rule that it breaks, as a full sentence without the final period."""
     remedy: str = ""
     """Nearest values or actions that work; empty where there is nothing useful to say."""
 
     def __str__(self) -> str:
-        text = f"{self.key}={self.value}: {self.rule}"
+        text = f"{self.key}: {self.rule}" if self.value is None else f"{self.key}={self.value}: {self.rule}"
         return f"{text}; {self.remedy}" if self.remedy else text
 
 

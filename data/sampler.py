@@ -6,9 +6,8 @@ samples it consumed, and which ranges it passes over. Nothing else is needed to 
 another data-parallel size or batch size neither repeats nor misses a sample.
 """
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +53,6 @@ class DataPosition:
         if earlier and earlier[-1][1] == first:
             first, earlier = earlier[-1][0], earlier[:-1]
         return replace(self, skipped=(*earlier, (first, end)))
-
-    def to_json(self) -> str:
-        """As text for the trainer's state."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> "DataPosition":
-        """From the text of `to_json`."""
-        saved = json.loads(text)
-        return cls(saved["consumed_samples"], tuple((first, end) for first, end in saved["skipped"]))
 
 
 def step_samples(position: DataPosition, global_batch_size: int) -> list[int]:

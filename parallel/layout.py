@@ -133,7 +133,3 @@ class Layout:
             ]
 
         return [tuple(start + step for step in offsets(inside)) for start in offsets(outside)]
-
-    def group(self, axes: str, rank: int) -> tuple[int, ...]:
-        """The group over `axes` that holds `rank`."""
-        return next(members for members in self.groups(axes) if rank in members)

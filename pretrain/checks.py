@@ -248,7 +248,7 @@ def gpus_are_what_they_are_called(config: Config, machine: Machine) -> Iterator[
 
 def packages_are_there(config: Config, machine: Machine) -> Iterator[Problem]:
     needed = ["torch", "megatron_core"]
-    if machines.device(config, machine) == "cuda" or config.precision.fp8 is not None:
+    if machines.device(config, machine) == "cuda":
         needed.append("transformer_engine")  # every layer on a GPU is Transformer Engine's
     for feature in needed:
         problem = requirements.problem(feature, machine.versions.get(feature))

@@ -19,14 +19,16 @@ from rich.text import Text
 
 from shardwright.pretrain import summary
 from shardwright.pretrain.events import Row
+from shardwright.pretrain.faults import REFUSED
 from shardwright.pretrain.summary import Facts
 
 _ETA_STEPS = 20
 """The time left is judged by the median of this many steps."""
+_LEAST_BAR, _TEXT_BESIDE_BAR = 10, 62
+"""Columns. The bar's line stays shorter than the terminal, so that a `^C` echoed behind it does not start a new one."""
 
 _STATES = {
     "done": ("finished", "green"),
-    "nothing_left": ("nothing left to do", "green"),
     "stopped": ("stopped after saving", "yellow"),
     "failed": ("failed", "red"),
 }
@@ -61,6 +63,7 @@ class Display:
             "no_checkpoint": self._on_no_checkpoint,
             "eval": self._on_eval,
             "checkpoint": self._on_checkpoint,
+            "stop_requested": self._on_stop_requested,
             "fault": self._on_fault,
             "end": self._on_end,
         }
@@ -160,10 +163,15 @@ class Display:
         details = f"{summary.size(data.get('bytes'))}, {summary.number(data.get('seconds'), 1)} s"
         self._line(f"step {step}  checkpoint {data['path']} ({details})", "dim")
 
+    def _on_stop_requested(self, step: int | None, data: dict[str, Any]) -> None:
+        self._line("asked to stop: saves after the present step; Ctrl-C again ends it at once, unsaved", "yellow")
+
     def _on_fault(self, step: int | None, data: dict[str, Any]) -> None:
         self.close()
         facts = [("error", data["error"]), ("log", data.get("log") or ""), ("says", data.get("tail") or "")]
         title = f"rank {data['rank']} on {data['host']} failed the run"
+        if data["exit_code"] == REFUSED:
+            title = f"rank {data['rank']} on {data['host']} cannot begin"
         self.table(title, [(label, text) for label, text in facts if text], "red")
 
     def _on_end(self, step: int | None, data: dict[str, Any]) -> None:
@@ -187,7 +195,7 @@ class Display:
         if folder:
             facts.append(("run folder", f"{folder} (metrics.jsonl, events.jsonl, attempts/)"))
             total = self._start.get("train_iters")
-            if data["state"] in ("done", "nothing_left") and total:
+            if data["state"] == "done" and total:
                 longer = {**self._changes, "schedule.train_iters": 2 * total}
                 facts.append(("train longer", summary.continue_command(folder, longer)))
             else:
@@ -207,13 +215,12 @@ class Display:
         self.close()
         bar = Progress(
             TextColumn("[cyan]step {task.completed}/{task.total}"),
-            BarColumn(bar_width=None),
+            BarColumn(bar_width=max(_LEAST_BAR, self._console.width - _TEXT_BESIDE_BAR)),
             TextColumn("loss [bold]{task.fields[loss]}"),
             TextColumn("{task.fields[speed]}"),
             TextColumn("[cyan]{task.fields[eta]} left"),
             console=self._console,
             auto_refresh=False,
-            expand=True,
         )
         bar.add_task("train", total=total, completed=step - 1, loss="-", speed="-", eta="-")
         self._open(bar)

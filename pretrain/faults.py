@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from shardwright.conf.problems import RefusedError
+
 UNFORESEEN, REFUSED, FAULT, DAMAGED, STOPPED = 1, 2, 3, 4, 75
 """Exit codes besides 0: a bug; refused before the first step; training fault; damaged content; stopped after saving."""
 
@@ -86,7 +88,8 @@ class Failure:
 
     def as_event(self) -> dict[str, object]:
         """Data of a `fault` event."""
-        kind = "" if self.error_type in (None, TrainingFault.__name__) else f"{self.error_type}: "
+        known = (None, TrainingFault.__name__, RefusedError.__name__)
+        kind = "" if self.error_type in known else f"{self.error_type}: "
         return {"rank": self.rank, "host": self.host, "error": f"{kind}{self.error}", "exit_code": self.exit_code}
 
     def write(self, folder: Path) -> None:

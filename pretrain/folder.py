@@ -17,6 +17,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import secrets
 import socket
 import time
@@ -28,6 +29,9 @@ from typing import Any
 from shardwright.conf.problems import Problem, RefusedError
 from shardwright.pretrain import metrics
 from shardwright.pretrain.events import drop_torn_line, now
+
+_OWN = re.compile(r"\.?(config\.yaml|overrides\.txt|lock\.json)(\.\d+)?|attempts|lock")
+"""What a start that was killed before its configuration was frozen may leave behind."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,10 +124,9 @@ class RunFolder:
         Raises:
             RefusedError: it cannot be made, or something else lives there.
         """
-        known = {"config.yaml", "overrides.txt", "attempts", "lock", "lock.json"}
         try:
             self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            foreign = sorted(name for name in os.listdir(self.path) if name not in known and not name.startswith("."))
+            foreign = sorted(name for name in os.listdir(self.path) if not _OWN.fullmatch(name))
             if foreign and not self.config.exists():
                 rule = f"exists and is not a run's folder (it holds {', '.join(foreign[:3])})"
                 raise RefusedError([self._problem(rule, "choose another run.dir")])

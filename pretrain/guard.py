@@ -31,7 +31,7 @@ def protect(launcher: int, *, keep: int | None = None) -> None:
     """
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent(signal.SIGKILL)
     if os.getppid() != launcher:  # it died before the line above
         os._exit(1)
     rank = os.getpid()
@@ -40,6 +40,11 @@ def protect(launcher: int, *, keep: int | None = None) -> None:
             _guard(rank, launcher, keep)
         finally:
             os._exit(0)
+
+
+def die_with_parent(signum: signal.Signals) -> None:
+    """Let the kernel send `signum` to this process when its parent dies."""
+    _prctl(_PR_SET_PDEATHSIG, signum)
 
 
 def adopt_orphans(adopt: bool) -> None:

@@ -90,6 +90,7 @@ def launch(
     added: Mapping[str, str],
     lock_fd: int,
     watch: Callable[[], None] = lambda: None,
+    on_stop: Callable[[], None] = lambda: None,
     command: Sequence[str] = RANK_COMMAND,
 ) -> Outcome:
     """Run all ranks of an attempt on this machine, and return when every process of theirs is gone.
@@ -100,6 +101,7 @@ def launch(
         added: variables for the ranks beside the rank's own, see `defaults`.
         lock_fd: descriptor of the run folder's lock, inherited by all ranks.
         watch: called about ten times a second while the ranks run.
+        on_stop: called once, when a stop signal is passed on.
         command: the rank program; gets the attempt's folder as its argument.
     """
     before = guard.children()
@@ -108,7 +110,7 @@ def launch(
     with _latched_signals() as signals:
         try:
             _start(members, world_size, added, lock_fd, command)
-            return _supervise(members, signals, watch)
+            return _supervise(members, signals, watch, on_stop)
         finally:
             members.end()
             _reap_orphans(before)
@@ -175,7 +177,7 @@ def _start(members: _Ranks, world_size: int, added: Mapping[str, str], lock_fd: 
                 )
 
 
-def _supervise(members: _Ranks, signals: _Signals, watch: Callable[[], None]) -> Outcome:
+def _supervise(members: _Ranks, signals: _Signals, watch: Callable[[], None], on_stop: Callable[[], None]) -> Outcome:
     """Wait for all ranks, for the first failure and what the others say about it, or for a second interrupt."""
     failed_at: float | None = None
     passed_on = False
@@ -187,6 +189,7 @@ def _supervise(members: _Ranks, signals: _Signals, watch: Callable[[], None]) ->
                 break
         if signals.stops and not passed_on:
             members.ask_to_stop()
+            on_stop()
             passed_on = True
         if signals.interrupts > 1:
             break

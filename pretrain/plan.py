@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shardwright.conf.compose import shown
-from shardwright.conf.schema import Config, Device, Model, Normalization, PositionEmbedding
+from shardwright.conf.schema import Config, Model, Normalization, PositionEmbedding
 from shardwright.parallel.layout import Layout
 
 _PEAK_FLOPS = {
@@ -163,9 +163,9 @@ def flops_per_token(model: Model, seq_length: int) -> float:
     return 3.0 * forward
 
 
-def peak_flops(gpu: str | Device) -> float | None:
-    """Dense BF16 FLOP/s of a GPU by its name (`NVIDIA H200`) or by its `cluster.gpu`; None where unknown."""
-    name = (gpu.name if isinstance(gpu, Device) else gpu).upper()
+def peak_flops(gpu: str) -> float | None:
+    """Dense BF16 FLOP/s of a GPU by its name (`NVIDIA H200`); None where unknown."""
+    name = gpu.upper()
     known = [part for part in _PEAK_FLOPS if re.search(rf"\b{part}\b", name)]
     if "H100" in known and "PCIE" in name:
         known = ["H100 PCIE"]

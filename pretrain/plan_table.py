@@ -12,6 +12,7 @@ from shardwright.conf.compose import shown
 from shardwright.parallel.layout import Coordinates
 from shardwright.pretrain import plan
 from shardwright.pretrain.plan import Plan
+from shardwright.pretrain.summary import count
 
 MOST_RANK_ROWS = 16
 """Up to this many ranks have a row each; larger worlds have a row per node."""
@@ -34,14 +35,6 @@ def render(planned: Plan) -> RenderableType:
         *_section("layout", _layout(planned)),
         Padding(_rank_map(planned), (0, 0, 0, 2)),
     )
-
-
-def quantity(number: float) -> str:
-    """Three digits and a unit: 1.24 B."""
-    for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= limit:
-            return f"{number / limit:#.3g}".rstrip(".") + f" {unit}"
-    return f"{number:g}"
 
 
 def flops(number: float) -> str:
@@ -70,13 +63,14 @@ def _model(planned: Plan) -> dict[str, str]:
     model = planned.config.model
     activation = {"silu": "SwiGLU", "gelu": "GEGLU"} if model.gated_linear_unit else {"silu": "SiLU", "gelu": "GELU"}
     tied = "tied" if model.share_embeddings_and_output_weights else "untied"
+    padded = f", padded to {planned.padded_vocab_size:,}" if planned.padded_vocab_size != model.vocab_size else ""
     return {
-        "parameters": f"{planned.parameters:,} ({quantity(planned.parameters)})",
+        "parameters": f"{planned.parameters:,} ({count(planned.parameters)})",
         "layers": f"{model.num_layers} of width {model.hidden_size:,}, MLP {model.ffn_hidden_size:,} "
         f"({activation[shown(model.activation_func)]}), {shown(model.normalization)}",
         "attention": f"{model.num_attention_heads} heads of {model.kv_channels}, "
         f"{model.num_query_groups} query groups, {shown(model.position_embedding_type)}",
-        "vocabulary": f"{model.vocab_size:,}, padded to {planned.padded_vocab_size:,}; output layer {tied}",
+        "vocabulary": f"{model.vocab_size:,}{padded}; output layer {tied}",
         "FLOPs per token": f"{flops(planned.flops_per_token)} (forward and backward, causal)",
     }
 
@@ -86,9 +80,9 @@ def _batch(planned: Plan) -> dict[str, str]:
     return {
         "global batch": f"{steps.global_batch_size} samples = {steps.num_microbatches} micro-batches "
         f"x {steps.micro_batch_size} x {steps.dp_size} data-parallel ranks",
-        "one step": f"{steps.tokens_per_step:,} tokens of sequences of {planned.config.data.seq_length:,}, "
+        "one step": f"{steps.tokens_per_step:,} tokens in sequences of {planned.config.data.seq_length:,}, "
         f"{flops(planned.flops_per_token * steps.tokens_per_step)}",
-        "the run": f"{schedule.train_iters:,} steps, {quantity(planned.train_tokens)} tokens, "
+        "the run": f"{schedule.train_iters:,} steps, {count(planned.train_tokens)} tokens, "
         f"{flops(planned.train_flops)}",
     }
 
@@ -108,7 +102,7 @@ def _layout(planned: Plan) -> dict[str, str]:
     return {
         "ranks": f"{places.world_size} on {config.cluster.nodes} node{'s' * (config.cluster.nodes > 1)}",
         "parallelism": f"TP {places.tp}{' with SP' if config.parallel.sp else ''}, PP {places.pp}, DP {places.dp}",
-        "weights per rank": " to ".join(dict.fromkeys((quantity(lightest), quantity(heaviest)))),
+        "weights per rank": " to ".join(dict.fromkeys((count(lightest), count(heaviest)))),
     }
 
 

@@ -57,23 +57,24 @@ class RankEnvironment:
         return self.rank == 0 and not self.agent_store
 
 
-def detect(environ: Mapping[str, str], config: Config | None = None) -> RankEnvironment | None:
+def detect(environ: Mapping[str, str]) -> RankEnvironment | None:
     """The rank that torchrun or srun made of this process, or None where neither did.
-
-    Args:
-        environ: environment variables.
-        config: if given, its world size must be the launcher's.
 
     Raises:
         RefusedError: variables that are missing, malformed or contradict each other, each named.
     """
-    found = _torchrun(environ) if _started_by_torchrun(environ) else _srun(environ)
-    if found is not None and config is not None and found.world_size != config.world_size:
-        variable = "WORLD_SIZE" if found.launcher == "torchrun" else "SLURM_NTASKS"
-        rule = f"the run needs {config.world_size} ranks, but {found.launcher} started {variable}={found.world_size}"
-        remedy = f"start {config.world_size} ranks, or cluster.ranks={found.world_size}"
-        refuse([Problem(key="cluster.ranks", value=config.world_size, rule=rule, remedy=remedy)])
-    return found
+    return _torchrun(environ) if _started_by_torchrun(environ) else _srun(environ)
+
+
+def world_size_problems(environment: RankEnvironment, config: Config) -> list[Problem]:
+    """What stands against the number of ranks that torchrun or srun started."""
+    if environment.world_size == config.world_size:
+        return []
+    launcher, started = environment.launcher, environment.world_size
+    variable = "WORLD_SIZE" if launcher == "torchrun" else "SLURM_NTASKS"
+    rule = f"the run needs {config.world_size} ranks, but {launcher} started {variable}={started}"
+    remedy = f"start {config.world_size} ranks, or cluster.ranks={started}"
+    return [Problem(key="cluster.ranks", value=config.world_size, rule=rule, remedy=remedy)]
 
 
 def own(environ: Mapping[str, str]) -> RankEnvironment:
@@ -248,8 +249,8 @@ def _need_all(environ: Mapping[str, str], names: tuple[str, ...], remedy: str) -
     missing = [name for name in names if name not in environ]
     if missing:
         there = ", ".join(f"{name}={environ[name]}" for name in names if name in environ)
-        rule = f"is not set, but {there} is: half an environment is not trusted"
-        refuse([Problem(key=name, value="(missing)", rule=rule, remedy=remedy) for name in missing])
+        rule = f"{there} is set, and half an environment is not trusted"
+        refuse([Problem(key=", ".join(missing), value="(missing)", rule=rule, remedy=remedy)])
 
 
 def _numbers(environ: Mapping[str, str], names: tuple[str, ...]) -> list[int]:

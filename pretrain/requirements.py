@@ -11,7 +11,7 @@ from importlib import metadata, util
 
 from packaging.version import InvalidVersion, Version
 
-from shardwright.conf.problems import Problem, refuse
+from shardwright.conf.problems import Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,10 @@ REQUIREMENTS = {
         "transformer_engine",
         ("transformer-engine", "transformer-engine-torch"),
         "2.20",
-        "pip install 'shardwright[te]'",
+        "in the checkout: pip install --no-build-isolation -c constraints.txt -e '.[te]'",
     ),
 }
-"""Feature -> what it needs. `require(feature)` is called by whoever is about to use it."""
+"""Feature -> what it needs."""
 
 
 def version(feature: str) -> str | None:
@@ -65,16 +65,6 @@ def problem(feature: str, installed: str | None) -> Problem | None:
     except InvalidVersion:  # a source tree or a build of one's own: nothing to compare
         old = False
     return Problem(key=name, value=installed, rule=rule, remedy=f"{requirement.install} --upgrade") if old else None
-
-
-def require(feature: str) -> None:
-    """Return if a feature can be used.
-
-    Raises:
-        RefusedError: its package is missing or too old; says how to install it.
-    """
-    found = problem(feature, version(feature))
-    refuse([found] if found else [])
 
 
 def _importable(module: str) -> bool:

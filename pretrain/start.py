@@ -10,7 +10,6 @@ refuse). The original never changes; what an attempt runs with is in its own fol
 
 import dataclasses
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,9 +65,9 @@ def resolve(overrides: Sequence[str], environment: RankEnvironment | None) -> St
     problems = checks.config_problems(config) + checks.machine_problems(config, found)
     if environment is None:
         problems += checks.own_ranks_problems(config)
+    else:
+        problems += ranks.world_size_problems(environment, config)
     refuse(problems)
-    if environment is not None:
-        ranks.detect(os.environ, config)
     load = checkpoint_store.find(config.checkpoint, folder.checkpoints)
     done = load is not None and load.step >= config.schedule.train_iters
     return Start(
@@ -111,9 +110,8 @@ def _resumed(composed: Config, folder: RunFolder, overrides: Sequence[str]) -> t
     frozen = dataclasses.replace(frozen, run=dataclasses.replace(frozen.run, dir=composed.run.dir))
     if all(_key(override) == "run.dir" for override in overrides):
         return frozen, []
-    present = compose.compose(
-        [*merge_overrides(folder.saved_overrides(), overrides), f"run.dir={_quoted(folder.path)}"]
-    )
+    same_folder = compose.override("run.dir", str(folder.path))
+    present = compose.compose([*merge_overrides(folder.saved_overrides(), overrides), same_folder])
     differences = compose.differences(frozen, present)
     refuse([_refusal(difference, folder) for difference in differences if difference.policy is ResumePolicy.refuse])
     return present, differences
@@ -131,8 +129,3 @@ def _refusal(difference: Difference, folder: RunFolder) -> Problem:
 
 def _key(override: str) -> str:
     return override.partition("=")[0].lstrip("+~")
-
-
-def _quoted(path: Path) -> str:
-    """A path as a value of Hydra's override grammar."""
-    return "'" + str(path).replace("\\", "\\\\").replace("'", "\\'") + "'"

@@ -5,14 +5,19 @@
 
 import re
 import shlex
+import shutil
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
 
+from shardwright.conf.compose import override
+
 Facts = list[tuple[str, str]]
 
 _NUMBER = re.compile(r"-|[\d.]+[kMBT]?")
+_BATCH_FIELDS = ("seq_length", "micro_batch_size", "num_microbatches", "global_batch_size")
 _MAP_LINES = 16
 """Lines of the rank map; a larger world is cut, its ranks follow the same order."""
 
@@ -23,10 +28,10 @@ def start_facts(data: Mapping[str, Any]) -> Facts:
         ("model", _model(data.get("model", {}), data.get("parameters"))),
         ("layout", _layout(data.get("layout", {}))),
         ("precision", _pairs(data.get("precision", {}))),
-        ("kernels", _pairs(data.get("kernels", {}))),
+        ("kernels", ", ".join(f"{name.replace('_', ' ')} by {by}" for name, by in data.get("kernels", {}).items())),
         ("memory", _memory(data.get("memory", {}))),
-        ("parameters", _param_groups(data.get("param_groups", []))),
-        ("data", _pairs(data.get("data", {}))),
+        ("optimizer", _param_groups(data.get("param_groups", []))),
+        ("data", _data(data.get("data", {}))),
         ("steps", _steps(data)),
     ]
     return [(label, text) for label, text in facts if text]
@@ -34,8 +39,8 @@ def start_facts(data: Mapping[str, Any]) -> Facts:
 
 def continue_command(folder: object, changes: Mapping[str, object] = MappingProxyType({})) -> str:
     """What a user types to go on with a run, whose frozen configuration has the keys of `changes` otherwise."""
-    overrides = [f"run.dir={folder}", *(f"{key}={value}" for key, value in changes.items())]
-    return f"shardwright train {shlex.join(overrides)}"
+    overrides = [override(key, str(value)) for key, value in {"run.dir": folder, **changes}.items()]
+    return f"{_program()} train {shlex.join(overrides)}"
 
 
 def count(value: float | None) -> str:
@@ -82,6 +87,12 @@ def columns(rows: Iterable[Sequence[object]]) -> str:
     return "\n".join(lines)
 
 
+def _program() -> str:
+    """This program as it was called, where its bare name would not find it (its environment is not active)."""
+    called = sys.argv[0]
+    return called if called.endswith("/shardwright") and shutil.which("shardwright") != called else "shardwright"
+
+
 def _model(model: Mapping[str, Any], parameters: int | None) -> str:
     text = _pairs(model)
     return f"{count(parameters)} parameters: {text}" if parameters is not None else text
@@ -91,9 +102,9 @@ def _layout(layout: Mapping[str, Any]) -> str:
     """Sizes of the axes, then the rank map: a line per place outside of TP, its TP ranks side by side."""
     if not layout:
         return ""
-    axes = " x ".join(f"{axis.upper()}{layout[axis]}" for axis in ("tp", "cp", "dp", "pp") if axis in layout)
+    axes = " x ".join(f"{axis.upper()}{layout[axis]}" for axis in ("tp", "cp", "dp", "pp") if layout.get(axis, 1) > 1)
     ranks = layout["world_size"]
-    head = f"{ranks} rank{'s' * (ranks > 1)} = {axes}{', sequence parallel' if layout.get('sp') else ''}"
+    head = f"{ranks} ranks = {axes}{', sequence parallel' if layout.get('sp') else ''}" if axes else f"{ranks} rank"
     places: dict[tuple[int, int, int], list[str]] = {}
     wheres: dict[tuple[int, int, int], list[str]] = {}
     for rank, _tp, cp, dp, pp, host, device in layout.get("rank_map", []):
@@ -150,9 +161,16 @@ def _memory(memory: Mapping[str, Any]) -> str:
 def _param_groups(groups: Sequence[Mapping[str, Any]]) -> str:
     if not groups:
         return ""
-    rows: list[list[object]] = [["group", "parameters", "weight decay", "lr x"]]
+    rows: list[list[object]] = [["parameter group", "on rank 0", "weight decay", "lr x"]]
     rows += [[g["name"], count(g["parameters"]), g["weight_decay"], g["lr_mult"]] for g in groups]
     return columns(rows)
+
+
+def _data(data: Mapping[str, Any]) -> str:
+    """What the source holds, how a step takes from it, and where it lies: a line each."""
+    held = {name: value for name, value in data.items() if name not in (*_BATCH_FIELDS, "folder") and value != 0}
+    taken = {name: data[name] for name in _BATCH_FIELDS if name in data}
+    return "\n".join(filter(None, (_pairs(held), _pairs(taken), data.get("folder"))))
 
 
 def _steps(data: Mapping[str, Any]) -> str:

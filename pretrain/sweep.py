@@ -5,7 +5,7 @@ its own exit code, folder and log, and all points are composed and checked befor
 point depends only on its number and its overrides, so the same sweep started again continues where it was.
 """
 
-import ctypes
+import functools
 import itertools
 import os
 import re
@@ -28,13 +28,10 @@ from rich.table import Table
 
 from shardwright.conf import compose
 from shardwright.conf.problems import Problem, RefusedError, refuse
-from shardwright.pretrain import checks, machine, ranks
+from shardwright.pretrain import checks, faults, guard, machine, ranks
 
 LONGEST_NAME = 100
 """Characters of a point's folder name."""
-STOPPED = 75
-"""Exit code of a run that was stopped by a signal or its time limit, and can continue."""
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +78,10 @@ def run(overrides: Sequence[str], *, dry_run: bool = False) -> int:
     for point in points:
         console.rule(f"{point.index + 1} of {len(points)}: {' '.join(point.swept)}", align="left", style="dim")
         begin = time.monotonic()
-        codes[point.index], interrupted = _train([*point.overrides, f"run.dir={_quoted(str(folder / point.name))}"])
+        own_folder = f"run.dir={compose.quoted(str(folder / point.name))}"
+        codes[point.index], interrupted = _train([*point.overrides, own_folder])
         seconds[point.index] = time.monotonic() - begin
-        if interrupted or codes[point.index] == STOPPED:
+        if interrupted or codes[point.index] == faults.STOPPED:
             break
     console.print(_summary(points, codes, seconds, folder))
     return next((code for code in codes.values() if code), 0)
@@ -170,7 +168,7 @@ def _train(overrides: Sequence[str]) -> tuple[int, bool]:
     on, and sent by the kernel if this process dies.
     """
     command = [sys.executable, "-m", "shardwright.pretrain", "train", *overrides]
-    process = subprocess.Popen(command, preexec_fn=_stop_with_parent)
+    process = subprocess.Popen(command, preexec_fn=functools.partial(guard.die_with_parent, signal.SIGTERM))
     told: list[int] = []
 
     def stop(number: int, _frame: object) -> None:
@@ -187,10 +185,6 @@ def _train(overrides: Sequence[str]) -> tuple[int, bool]:
     return (code if code >= 0 else 128 - code), bool(told)
 
 
-def _stop_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
 def _launcher_problems(environ: Mapping[str, str]) -> list[Problem]:
     launched = ranks.detect(environ)
     if launched is None:
@@ -198,11 +192,6 @@ def _launcher_problems(environ: Mapping[str, str]) -> list[Problem]:
     rule = "-m starts one run after another by itself, and this process is one rank of many"
     remedy = "start `shardwright train -m` on one machine, outside of torchrun and srun"
     return [Problem(key="-m", value=launched.launcher, rule=rule, remedy=remedy)]
-
-
-def _quoted(text: str) -> str:
-    """`text` as a quoted value of an override."""
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def _summary(points: Sequence[Point], codes: Mapping[int, int], seconds: Mapping[int, float], folder: Path) -> Table:

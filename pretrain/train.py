@@ -87,9 +87,16 @@ def _run_ranks(start: Start, attempt: Attempt, lock: Lock, display: Display) -> 
     added = defaults(os.environ, start.device)
     if added:
         settings = ", ".join(f"{name}={value}" for name, value in added.items())
-        display.note(f"set for the ranks, since it was not set: {settings}")
+        display.note(f"environment of the ranks: {settings} (was not set)")
     log.write("phase", phase=f"starting {world_size} rank{'s' * (world_size > 1)}")
-    outcome = launch(attempt, world_size=world_size, added=added, lock_fd=lock.fd, watch=watch)
+    outcome = launch(
+        attempt,
+        world_size=world_size,
+        added=added,
+        lock_fd=lock.fd,
+        watch=watch,
+        on_stop=lambda: log.write("stop_requested", display.step),
+    )
     _conclude(folder, attempt, outcome, log, display.step, time.monotonic() - began)
     watch()
     return outcome.exit_code

@@ -198,7 +198,6 @@ def test_the_device_follows_the_config_and_the_machine(choice: str, gpus: tuple[
         (CPU_MACHINE, "cluster.gpu=h200", "cluster.gpu", "NVML Shared Library Not Found"),
         (CPU_MACHINE, "cluster.gpu=h200", "transformer-engine", "pip install"),
         (CPU_MACHINE, FP8, "precision.fp8", "this machine shows none; precision=bf16 works"),
-        (CPU_MACHINE, FP8, "transformer-engine", "transformer-engine 2.20 or newer is needed"),
         (machine_of(H200), "cluster.ranks=2", "cluster.ranks", "cluster.ranks=1 works, or cluster.gpu=none"),
         (machine_of(H200), "cluster.nodes=2 cluster.gpus_per_node=2", "cluster.ranks", "cluster.ranks=2 works"),
         (machine_of(H200), "cluster.gpu=h100", "cluster.gpu", "has NVIDIA H200"),
@@ -212,6 +211,10 @@ def test_the_device_follows_the_config_and_the_machine(choice: str, gpus: tuple[
 def test_a_machine_that_cannot_run_it_is_told_why(machine: Machine, overrides: str, key: str, words: str) -> None:
     found = {problem.key: str(problem) for problem in broken_here(machine, *overrides.split())}
     assert words in found[key]
+
+
+def test_fp8_on_the_cpu_asks_for_a_gpu_and_not_for_a_package() -> None:
+    assert [problem.key for problem in broken_here(CPU_MACHINE, FP8)] == ["precision.fp8"]
 
 
 def test_a_gpu_that_hides_its_capability_is_not_judged() -> None:

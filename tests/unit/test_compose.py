@@ -78,7 +78,7 @@ def test_misspelt_keys_and_bad_numbers_are_refused_together_with_a_suggestion() 
         ("run.name=${run.name}", "run.name=${run.name}: leads nowhere", ""),
         ("optimizer.lr=1e-3,1e-4", "optimizer.lr=1e-3,1e-4: is a sweep", "add -m"),
         ("run.name=[", "run.name=[: cannot be read", "write key=value"),
-        ("run.name", "run.name=: cannot be read", "write key=value"),
+        ("run.name", "run.name: has no value", "write run.name=..."),
     ],
 )
 def test_a_mistake_is_named_with_its_remedy(override: str, named: str, remedy: str) -> None:
@@ -92,6 +92,17 @@ def test_mistakes_of_every_kind_are_reported_together() -> None:
     message = refusal("model=lama", "x.y=1", "a=[", "cluster.gpu=h20", "run.name=${no.where}", "~optimizer.lr")
     for key in ("model=lama", "x.y=1", "a=[", "cluster.gpu=h20", "run.name=${no.where}", "optimizer.lr=???"):
         assert f"- {key}" in message
+
+
+def test_a_mistake_in_a_key_that_others_repeat_is_told_once() -> None:
+    message = refusal("data.seq_length=2k")
+    assert "1 problem\n  - data.seq_length=2k: must be a whole number" in message
+
+
+@pytest.mark.parametrize("text", ["runs/a", "a b", "a,b", "a=b", "it's", "0x1", "1e3", "[1", ""])
+def test_an_override_is_quoted_where_hydra_would_read_something_else(text: str) -> None:
+    assert compose.compose([compose.override("data.cache_dir", text)]).data.cache_dir == text
+    assert compose.override("run.dir", "runs/a") == "run.dir=runs/a"
 
 
 def test_a_model_without_sizes_asks_for_exactly_them() -> None:
@@ -121,11 +132,11 @@ def test_a_frozen_config_is_resolved() -> None:
     ("change", "named"),
     [
         (("schema_version: 1", "schema_version: 2"), "schema_version 2"),
-        (("schema_version: 1\n", ""), "schema_version None"),
+        (("schema_version: 1\n", ""), "is not a frozen configuration: no schema_version"),
         (("  lr: 0.001\n", "  lr: fast\n"), "optimizer.lr=fast"),
         (("  lr: 0.001\n", "  learning_rate: 0.001\n"), "optimizer.learning_rate=0.001"),
         (("run:\n", "run: !!python/object/apply:os.system [id]\nrum:\n"), "cannot be read"),
-        (("run:\n", "run: [\n"), "cannot be read"),
+        (("run:\n", "run: [\n"), "cannot be read: expected ',' or '\\]', but got ':', line 4"),
     ],
 )
 def test_a_damaged_or_foreign_frozen_config_is_refused(change: tuple[str, str], named: str, tmp_path: Path) -> None:

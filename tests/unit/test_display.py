@@ -1,12 +1,16 @@
 """What a person sees, drawn from rows into a recorded console."""
 
 import io
+import shlex
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from shardwright.conf.problems import Problem, RefusedError
+from shardwright.pretrain import summary
 from shardwright.pretrain.display import Display
+from shardwright.pretrain.faults import Failure
 
 START: dict[str, Any] = {
     "run": {"name": "tiny [red]", "dir": "runs/tiny", "attempt": 1},
@@ -78,7 +82,7 @@ def test_the_start_says_what_runs_and_where_each_rank_stands(interactive: bool) 
     for part in (
         "tiny [red]",
         "1.34M parameters",
-        "TP2 x CP1 x DP2 x PP1, sequence parallel",
+        "4 ranks = TP2 x DP2, sequence parallel",
         "bf16",
         "flash",
         "3.0 MiB",
@@ -107,13 +111,28 @@ def test_a_stopped_run_says_the_command_that_continues() -> None:
 
 def test_the_command_that_continues_repeats_what_was_changed() -> None:
     file = io.StringIO()
-    changes = {"schedule.train_iters": "30", "run.name": "a b"}
+    changes = {"schedule.train_iters": "30", "run.name": "a b", "data.cache_dir": "a,b"}
     display = Display(Console(file=file, width=100), interactive=False, log_interval=1, changes=changes)
     display.event(event("start", **START))
     display.event(event("end", state="stopped", seconds=1.0, exit_code=75))
     display.event(event("end", state="done", seconds=1.0, exit_code=0))
-    command = "shardwright train run.dir=runs/tiny schedule.train_iters={} 'run.name=a b'"
-    assert command.format(30) in file.getvalue() and command.format(60) in file.getvalue()
+    for steps in (30, 60):
+        words = ["run.dir=runs/tiny", f"schedule.train_iters={steps}", "run.name=a b", "data.cache_dir='a,b'"]
+        assert f"shardwright train {shlex.join(words)}" in file.getvalue()
+
+
+def test_the_command_that_continues_names_a_program_that_is_on_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", [".venv/bin/shardwright"])
+    assert summary.continue_command("runs/a") == ".venv/bin/shardwright train run.dir=runs/a"
+    monkeypatch.setattr("shutil.which", lambda name: ".venv/bin/shardwright")
+    assert summary.continue_command("runs/a") == "shardwright train run.dir=runs/a"
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(525_000, "525k"), (1_235_814_400, "1.24B"), (8.03e12, "8.03T"), (7, "7"), (None, "-")]
+)
+def test_large_numbers_are_shown_with_three_digits(number: float | None, text: str) -> None:
+    assert summary.count(number) == text
 
 
 def test_on_a_terminal_the_bar_shows_step_loss_speed_and_time_left() -> None:
@@ -140,6 +159,22 @@ def test_a_fault_names_the_rank_its_host_its_error_and_its_log() -> None:
     text = picture([row], interactive=False)
     for part in ("rank 1 on node7", "exit code 7", "a/rank_00001.log", "boom"):
         assert part in text
+
+
+def test_a_refusal_by_a_rank_is_no_failure_of_it() -> None:
+    failure = Failure.of(RefusedError([Problem(key="data.cache_dir", value="x", rule="no room")]), rank=0, host="n")
+    text = picture([event("fault", None, **failure.as_event())], interactive=False)
+    assert "rank 0 on n cannot begin" in text and "error  refused: 1 problem" in text
+
+
+def test_a_stop_is_acknowledged_before_it_is_done() -> None:
+    assert "asked to stop: saves" in picture([*RUN[:5], event("stop_requested", 2)], interactive=True)
+
+
+@pytest.mark.parametrize("step", [1, 30])
+def test_the_bar_leaves_room_for_an_echoed_interrupt(step: int) -> None:
+    lines = picture([RUN[1], metrics(step)], interactive=True).splitlines()
+    assert max(len(line.rstrip()) for line in lines if "tokens/s" in line) <= 98
 
 
 def test_unknown_values_are_dashes_and_a_missing_total_is_no_error() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pynvml
 import pytest
 
-from shardwright.conf.problems import RefusedError
 from shardwright.pretrain import machine, requirements
 from shardwright.pretrain.machine import Gpu
 
@@ -107,8 +106,5 @@ def test_a_package_is_looked_up_by_what_is_imported(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(metadata, "version", lambda distribution: "9.9")
     monkeypatch.setattr(util, "find_spec", lambda name: None)
     assert requirements.version("transformer_engine") is None
-    with pytest.raises(RefusedError, match="transformer-engine=missing"):
-        requirements.require("transformer_engine")
     monkeypatch.setattr(util, "find_spec", lambda name: object())
     assert requirements.version("transformer_engine") == "9.9"
-    requirements.require("transformer_engine")

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.conf.compose import compose
-from shardwright.conf.schema import Device, Model
-from shardwright.pretrain import plan, plan_table
+from shardwright.conf.schema import Model
+from shardwright.pretrain import plan
 
 
 def model_of(*overrides: str) -> Model:
@@ -90,13 +90,11 @@ def test_the_padded_vocabulary_is_the_next_multiple(vocab: int, multiple: int) -
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA GB200", 2500e12),
-        (Device.h200, 989e12),
-        (Device.b200, 2250e12),
-        (Device.auto, None),
+        ("NVIDIA B200", 2250e12),
         ("NVIDIA GeForce RTX 4090", None),
     ],
 )
-def test_peak_flops_are_known_for_data_centre_gpus_alone(gpu: str | Device, peak: float | None) -> None:
+def test_peak_flops_are_known_for_data_centre_gpus_alone(gpu: str, peak: float | None) -> None:
     assert plan.peak_flops(gpu) == peak
 
 
@@ -104,10 +102,3 @@ def test_json_names_every_ranks_place() -> None:
     found = plan.as_json(plan.make_plan(compose(["experiment=quickstart", "cluster.ranks=4"])))
     assert found["layout"]["rank_map"][3] == {"rank": 3, "tp": 1, "cp": 0, "dp": 1, "pp": 0}
     assert (found["layout"]["dp"], found["batch"]["tokens_per_step"], found["precision"]["fp8"]) == (2, 2048, None)
-
-
-@pytest.mark.parametrize(
-    ("number", "text"), [(525_000, "525 k"), (1_235_814_400, "1.24 B"), (8.03e12, "8.03 T"), (7, "7")]
-)
-def test_large_numbers_are_shown_with_three_digits(number: float, text: str) -> None:
-    assert plan_table.quantity(number) == text

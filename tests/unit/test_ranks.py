@@ -131,9 +131,11 @@ def test_one_torchrun_in_a_batch_script_is_fine() -> None:
 
 
 def test_the_launcher_s_world_must_be_the_configured_one() -> None:
-    config = compose(["cluster.ranks=3"])
-    with pytest.raises(RefusedError, match=r"cluster\.ranks=3: .*WORLD_SIZE=2"):
-        ranks.detect(TORCHRUN, config)
+    environment = ranks.detect(TORCHRUN)
+    assert environment is not None
+    (problem,) = ranks.world_size_problems(environment, compose(["cluster.ranks=3"]))
+    assert "cluster.ranks=3: the run needs 3 ranks, but torchrun started WORLD_SIZE=2" in str(problem)
+    assert ranks.world_size_problems(environment, compose(["cluster.ranks=2"])) == []
 
 
 def test_a_job_s_port_is_outside_of_the_ephemeral_range_and_its_own() -> None:

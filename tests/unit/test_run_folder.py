@@ -1,6 +1,7 @@
 """A run's folder: private, one writer, numbered attempts, every step once."""
 
 import json
+import re
 import signal
 import stat
 from pathlib import Path
@@ -37,12 +38,19 @@ def test_the_folder_is_its_owner_s_alone(folder: RunFolder) -> None:
     assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
 
 
-def test_a_folder_with_other_things_in_it_is_refused_and_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("years of work")
+@pytest.mark.parametrize("name", ["thesis.tex", ".bashrc"])
+def test_a_folder_with_other_things_in_it_is_refused_and_left_alone(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("years of work")
     mode = tmp_path.stat().st_mode
-    with pytest.raises(RefusedError, match=r"thesis\.tex"):
+    with pytest.raises(RefusedError, match=re.escape(name)):
         RunFolder(tmp_path).create()
     assert tmp_path.stat().st_mode == mode
+
+
+def test_a_folder_whose_first_start_was_killed_is_taken_again(tmp_path: Path) -> None:
+    for name in ("lock", "lock.json", ".lock.json.17", "overrides.txt", ".config.yaml.17"):
+        (tmp_path / name).write_text("")
+    RunFolder(tmp_path).create()
 
 
 def test_a_run_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
