@@ -3,7 +3,9 @@
 A start costs ten seconds and more of imports, so tests share runs, and look at one run from many sides.
 """
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -40,7 +42,17 @@ SMALL = (
     "cluster.gpu=none",
 )
 """A run of a few seconds on the CPU."""
+ENDLESS = "schedule.train_iters=1000"
+"""Steps for minutes: what is to be killed does not end by itself meanwhile."""
 TWO_TENSOR_PARALLEL = ("parallel.tp=2", "parallel.sp=true", "cluster.ranks=2")
+FINISHED_RUN = (
+    *SMALL,
+    *TWO_TENSOR_PARALLEL,
+    "schedule.lr_decay_iters=12",
+    "schedule.eval_interval=6",
+    "checkpoint.save_interval=6",
+)
+"""What the fixture `finished_run` was started with, besides its 12 steps and the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +123,13 @@ class Command:
         return found
 
     def left(self) -> list[int]:
-        """Processes that are still there `GONE_SECONDS` after the first one's end; usually returns at once."""
+        """Processes that are there `GONE_SECONDS` after the first one's end; killed then, to disturb no other test."""
         deadline = time.monotonic() + GONE_SECONDS
         while (found := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.05)
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         return found
 
 

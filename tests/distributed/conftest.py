@@ -42,14 +42,6 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
 def finished_run(tmp_path_factory: pytest.TempPathFactory, cache: str) -> Path:
     """A run of 12 steps over two tensor-parallel ranks, without dropout, saved at 6 and 12. Tests change copies."""
     run_dir = tmp_path_factory.mktemp("finished") / "run"
-    ended = commands.train(
-        run_dir,
-        *commands.SMALL,
-        *commands.TWO_TENSOR_PARALLEL,
-        cache,
-        "schedule.train_iters=12",
-        "schedule.eval_interval=6",
-        "checkpoint.save_interval=6",
-    )
+    ended = commands.train(run_dir, *commands.FINISHED_RUN, cache, "schedule.train_iters=12")
     assert ended.code == 0, ended.out
     return run_dir

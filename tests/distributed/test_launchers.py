@@ -16,23 +16,28 @@ def launch_of(run_dir: Path, attempt: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def torchrun_run(tmp_path_factory: pytest.TempPathFactory, finished_run: Path) -> "TorchrunRun":
-    return TorchrunRun(tmp_path_factory.mktemp("torchrun") / "run", finished_run)
+def torchrun_run(tmp_path_factory: pytest.TempPathFactory, cache: str) -> "TorchrunRun":
+    return TorchrunRun(tmp_path_factory.mktemp("torchrun") / "run", cache)
 
 
 class TorchrunRun:
     """The finished run once more, but started by torchrun, whose agent is killed; then started by it again."""
 
-    def __init__(self, run_dir: Path, model: Path) -> None:
+    def __init__(self, run_dir: Path, cache: str) -> None:
         self.path = run_dir
-        typed = [line for line in (model / "overrides.txt").read_text().splitlines() if not line.startswith("run.dir")]
-        command = commands.start(run_dir, *typed, command=commands.TORCHRUN)
+        overrides = (*commands.FINISHED_RUN, cache, commands.ENDLESS)
+        command = commands.start(run_dir, *overrides, command=commands.TORCHRUN)
         command.wait_for(lambda: 8 in commands.steps(run_dir))
         self.processes = len(command.processes())
         command.kill()
         self.left = command.left()
-        self.config = (run_dir / "config.yaml").read_bytes()
-        self.last = commands.train(run_dir, *typed, command=commands.TORCHRUN)
+        self.frozen = self.frozen_config()
+        self.last = commands.train(run_dir, "schedule.train_iters=12", command=commands.TORCHRUN)
+
+    def frozen_config(self) -> tuple[int, int]:
+        """Identity and last change of the frozen configuration."""
+        stat = (self.path / "config.yaml").stat()
+        return stat.st_ino, stat.st_mtime_ns
 
 
 def test_under_torchrun_a_run_equals_the_one_with_its_own_launcher_also_after_a_kill(
@@ -53,7 +58,7 @@ def test_the_ranks_of_a_torchrun_share_one_attempt_and_freeze_the_configuration_
         assert launch_of(torchrun_run.path, attempt)["launcher"] == "torchrun"
         logs = torchrun_run.path / "attempts" / f"{attempt:03d}" / "logs"
         assert len(list(logs.iterdir())) == 2
-    assert (torchrun_run.path / "config.yaml").read_bytes() == torchrun_run.config
+    assert torchrun_run.frozen_config() == torchrun_run.frozen
     assert json.loads((torchrun_run.path / "status.json").read_text())["state"] == "done"
 
 
