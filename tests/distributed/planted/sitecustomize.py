@@ -1,0 +1,75 @@
+"""A fault planted into one rank of a real `shardwright train`, without a hook for it in the product.
+
+Python imports `sitecustomize` at its start from PYTHONPATH (`commands.start(fault=...)` puts this folder there). In the
+rank that PLANTED_FAULT=RANK:STEP:KIND names, the engine is changed right after it is imported: its step STEP goes wrong
+as KIND says. The launcher has no RANK, so nothing happens there.
+"""
+
+import functools
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+ENGINE = "shardwright.parallel.mcore.engine"
+
+
+def happen(kind: str, engine: Any) -> None:
+    """The fault itself, inside of the rank, where its step would begin."""
+    match kind:
+        case "exits":
+            os._exit(7)
+        case "is_killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "raises":
+            raise ValueError("the planted error")
+        case "has_nan":
+            engine.optimizer.param_groups[0]["params"][0].data.fill_(float("nan"))
+
+
+def plant(module: ModuleType, step: int, kind: str) -> None:
+    """Let the engine's step number `step`, counted from 1 in this process, go wrong."""
+    engine: Any = module.Engine
+    whole, calls = engine.train_step, iter(range(1, sys.maxsize))
+
+    @functools.wraps(whole)
+    def train_step(self: Any, *args: Any) -> Any:
+        if next(calls) == step:
+            happen(kind, self)
+        return whole(self, *args)
+
+    engine.train_step = train_step
+
+
+class Planter(MetaPathFinder):
+    """Finds the engine as everybody does, and changes it once it is there."""
+
+    def __init__(self, step: int, kind: str) -> None:
+        self.step, self.kind = step, kind
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """The engine's own spec, with a loader that plants the fault; None for all other modules."""
+        if name != ENGINE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        assert spec is not None and spec.loader is not None
+        execute = spec.loader.exec_module
+
+        def execute_and_plant(module: ModuleType) -> None:
+            execute(module)
+            plant(module, self.step, self.kind)
+
+        spec.loader.exec_module = execute_and_plant  # type: ignore[method-assign]
+        return spec
+
+
+if "PLANTED_FAULT" in os.environ:
+    faulty_rank, faulty_step, fault = os.environ["PLANTED_FAULT"].split(":")
+    if os.environ.get("RANK") == faulty_rank:
+        sys.meta_path.insert(0, Planter(int(faulty_step), fault))
