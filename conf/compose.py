@@ -16,7 +16,7 @@ import difflib
 import math
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -73,6 +73,20 @@ def compose(overrides: Sequence[str]) -> Config:
         problems.append(Problem(key="overrides", value=" ".join(overrides), rule=_one_line(error)))
         raise RefusedError(problems) from None
     return _typed(tree, problems)
+
+
+def complete(error: RefusedError, overrides: Sequence[str], rules: Callable[[Config], list[Problem]]) -> RefusedError:
+    """The error of `compose(overrides)` and what `rules` say of the configuration without the refused overrides.
+
+    So a user who misspelt one key and broke a rule with another reads of both at once.
+    """
+    refused = {problem.key for problem in error.problems}
+    keys = {text: text.partition("=")[0] for text in overrides}
+    rest = [text for text, name in keys.items() if not {name, name.lstrip("+~")} & refused]
+    try:
+        return RefusedError([*error.problems, *rules(compose(rest))])
+    except RefusedError:
+        return error
 
 
 def load(path: Path) -> Config:

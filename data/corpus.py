@@ -29,7 +29,7 @@ from shardwright.data.cache import build_once
 from shardwright.data.indexed import open_indexed, write_indexed
 from shardwright.data.tokenizer import SMALLEST_VOCABULARY, Tokenizer
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Part of the digest: a change to what is written, or how, gets another number and so another folder."""
 LEFT_OUT = frozenset(
     ["test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "pydoc_data", "encodings", "turtledemo"]
@@ -53,6 +53,8 @@ class Corpus:
     """Id of the end-of-document token."""
     vocab_size: int
     """Entries of the tokenizer: every token id is smaller."""
+    tokens_sha256: str
+    """Of the tokens themselves: two corpora with equal ones are the same text under the same tokenizer."""
     skipped: Mapping[str, int]
     """Documents left out, by reason: `empty`, `undecodable`."""
     splits: Mapping[str, tuple[int, int]]
@@ -119,6 +121,7 @@ def prepare(data: Data) -> Corpus:
         num_tokens=facts["num_tokens"],
         eod_token=facts["eod_token"],
         vocab_size=facts["vocab_size"],
+        tokens_sha256=facts["tokens_sha256"],
         skipped=facts["skipped"],
         splits=splits,
         split_tokens={name: int(lengths[first:end].sum(dtype=numpy.int64)) for name, (first, end) in splits.items()},
@@ -157,6 +160,7 @@ def _build(folder: Path, root: Path, vocab_size: int) -> None:
         "vocab_size": tokenizer.vocab_size,
         "eod_token": tokenizer.eod_token,
         "tokenizer_digest": tokenizer.digest,
+        "tokens_sha256": hashlib.sha256((folder / "tokens.bin").read_bytes()).hexdigest(),
     }
     (folder / "corpus.json").write_text(json.dumps(facts, indent=2) + "\n")
 

@@ -65,6 +65,11 @@ class Source:
 
         return Stream(build_epoch, num_samples)
 
+    @property
+    def identity(self) -> str:
+        """The same for two runs exactly if their streams of equal seeds hold the same samples."""
+        return "mock" if self.corpus is None else f"tokens {self.corpus.tokens_sha256[:16]}"
+
     def description(self) -> dict[str, str | int]:
         """Rows for the table at a run's start."""
         rows: dict[str, str | int] = {"source": self._data.source.value, "seq_length": self._data.seq_length}

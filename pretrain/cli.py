@@ -72,7 +72,10 @@ def plan(options: argparse.Namespace) -> int:
 
     if options.cfg:
         return _print_config(options.overrides)
-    config = compose.compose(options.overrides)
+    try:
+        config = compose.compose(options.overrides)
+    except RefusedError as error:
+        raise compose.complete(error, options.overrides, checks.config_problems) from None
     refuse(checks.config_problems(config))
     _print_plan(config, as_json=options.json)
     return 0

@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from shardwright.parallel.mcore.engine import Batch, Engine, StepResult
 from shardwright.pretrain import checkpoint
-from shardwright.pretrain.checkpoint import TrainerState
 from shardwright.pretrain.faults import TrainingFault
 from shardwright.pretrain.plan import Plan, peak_flops
 from shardwright.pretrain.rank import RankContext
 from shardwright.pretrain.schedule import learning_rate
+from shardwright.pretrain.trainer_state import TrainerState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from shardwright.pretrain import checkpoint_store
 from shardwright.pretrain.faults import STOPPED
 from shardwright.pretrain.plan import make_plan
 from shardwright.pretrain.rank import RankContext
+from shardwright.pretrain.trainer_state import TrainerState
 
 
 def run_rank(context: RankContext) -> int:
@@ -36,13 +37,13 @@ def run_rank(context: RankContext) -> int:
     from shardwright.parallel.mcore import shards
     from shardwright.parallel.mcore.datasets import gpt_epoch
     from shardwright.parallel.mcore.engine import Engine
-    from shardwright.pretrain.checkpoint import TrainerState
     from shardwright.pretrain.describe import describe, rank_map
     from shardwright.pretrain.loop import Loop
 
     context.phase("preparing data")
     state = TrainerState() if context.load is None else TrainerState.read(context.load)
     source = Source(config.data, seed=config.run.seed, build_epoch=gpt_epoch)
+    state = state.on_data(source.identity)
     batch_size, eval_steps = config.data.global_batch_size, config.schedule.eval_iters
     num_steps = max(0, config.schedule.train_iters - state.step)
     share = partial(

@@ -17,7 +17,7 @@ from typing import Any
 
 from shardwright.conf import compose
 from shardwright.conf.compose import Difference
-from shardwright.conf.problems import Problem, refuse
+from shardwright.conf.problems import Problem, RefusedError, refuse
 from shardwright.conf.schema import Config, ResumePolicy
 from shardwright.pretrain import checkpoint_store, checks, machine, provenance, ranks
 from shardwright.pretrain.checkpoint_store import Committed
@@ -56,19 +56,28 @@ def resolve(overrides: Sequence[str], environment: RankEnvironment | None) -> St
     Raises:
         RefusedError: with all problems that were found.
     """
-    config = compose.compose(overrides)
+    found = machine.detect()
+
+    def rules(config: Config) -> list[Problem]:
+        started = (
+            checks.own_ranks_problems(config) if environment is None else ranks.world_size_problems(environment, config)
+        )
+        return checks.config_problems(config) + checks.machine_problems(config, found) + started
+
+    try:
+        config = compose.compose(overrides)
+    except RefusedError as error:
+        raise compose.complete(error, overrides, rules) from None
     folder = RunFolder(Path(config.run.dir))
     differences: list[Difference] = []
     if folder.config.exists():
         config, differences = _resumed(config, folder, overrides)
-    found = machine.detect()
-    problems = checks.config_problems(config) + checks.machine_problems(config, found)
-    if environment is None:
-        problems += checks.own_ranks_problems(config)
-    else:
-        problems += ranks.world_size_problems(environment, config)
+    problems = rules(config)
+    try:
+        load = checkpoint_store.find(config.checkpoint, folder.checkpoints)
+    except RefusedError as error:
+        problems += error.problems
     refuse(problems)
-    load = checkpoint_store.find(config.checkpoint, folder.checkpoints)
     done = load is not None and load.step >= config.schedule.train_iters
     return Start(
         config=config,

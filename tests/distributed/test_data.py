@@ -46,6 +46,7 @@ def corpus(tmp_path_factory) -> Corpus:
         num_tokens=written.num_tokens,
         eod_token=0,
         vocab_size=512,
+        tokens_sha256="",
         skipped={},
         splits=splits,
         split_tokens={name: int(sizes[first:end].sum()) for name, (first, end) in splits.items()},

@@ -101,4 +101,4 @@ def test_peak_flops_are_known_for_data_centre_gpus_alone(gpu: str, peak: float |
 def test_json_names_every_ranks_place() -> None:
     found = plan.as_json(plan.make_plan(compose(["experiment=quickstart", "cluster.ranks=4"])))
     assert found["layout"]["rank_map"][3] == {"rank": 3, "tp": 1, "cp": 0, "dp": 1, "pp": 0}
-    assert (found["layout"]["dp"], found["batch"]["tokens_per_step"], found["precision"]["fp8"]) == (2, 2048, None)
+    assert (found["layout"]["dp"], found["batch"]["tokens_per_step"], found["precision"]["fp8"]) == (2, 1024, None)

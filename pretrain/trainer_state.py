@@ -1,0 +1,79 @@
+"""Where a run stands, as plain JSON beside the shards of a checkpoint; torch-free, read before any rank connects."""
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from shardwright.conf.problems import Problem, RefusedError
+from shardwright.data.sampler import DataPosition
+from shardwright.parallel.layout import Layout
+from shardwright.pretrain import checkpoint_store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerState:
+    """Where a run stands after `step` optimizer steps; equal on all ranks."""
+
+    step: int = 0
+    position: DataPosition = field(default_factory=DataPosition)
+    trained_tokens: int = 0
+    """Unmasked tokens that updates were computed from."""
+    data: str = ""
+    """Identity of the data that `position` is a place in (`data.source.Source.identity`)."""
+
+    def after_step(self, num_samples: int, num_tokens: int) -> "TrainerState":
+        """The state after one more step."""
+        return replace(
+            self,
+            step=self.step + 1,
+            position=self.position.consume(num_samples),
+            trained_tokens=self.trained_tokens + num_tokens,
+        )
+
+    def on_data(self, identity: str) -> "TrainerState":
+        """This state for training on data of this `identity`.
+
+        Raises:
+            RefusedError: the position is a place in other data.
+        """
+        if self.data not in ("", identity):
+            rule = f"the checkpoint was trained on other data ({self.data}): its position means nothing in these"
+            remedy = "continue with the Python and the data cache that began the run, or begin a new run"
+            raise RefusedError([Problem(key="data", value=identity, rule=rule, remedy=remedy)])
+        return replace(self, data=identity)
+
+    def to_json(self, layout: Layout, attempt: int) -> dict[str, Any]:
+        """As written into the checkpoint."""
+        return {
+            "format_version": 1,
+            "step": self.step,
+            "consumed_samples": self.position.consumed_samples,
+            "skipped_samples": [list(skipped) for skipped in self.position.skipped],
+            "trained_tokens": self.trained_tokens,
+            "data": self.data,
+            "layout": asdict(layout),
+            "attempt": attempt,
+        }
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> "TrainerState":
+        """From the folder of a committed checkpoint."""
+        saved = _trainer_json(checkpoint)
+        skipped = tuple((first, end) for first, end in saved["skipped_samples"])
+        return cls(
+            step=saved["step"],
+            position=DataPosition(saved["consumed_samples"], skipped),
+            trained_tokens=saved["trained_tokens"],
+            data=saved["data"],
+        )
+
+    @staticmethod
+    def read_layout(checkpoint: Path) -> Layout:
+        """The layout that wrote a committed checkpoint."""
+        return Layout(**_trainer_json(checkpoint)["layout"])
+
+
+def _trainer_json(checkpoint: Path) -> dict[str, Any]:
+    saved: dict[str, Any] = json.loads((checkpoint / checkpoint_store.TRAINER).read_text())
+    return saved
