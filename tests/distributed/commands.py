@@ -17,6 +17,8 @@ from typing import Any
 
 from shardwright.pretrain.events import read_rows
 
+from .harness import PR_SET_PDEATHSIG, prctl
+
 LIMIT_SECONDS = 180.0
 """After this long a command hangs: it is killed and the test fails."""
 GONE_SECONDS = 10.0
@@ -86,6 +88,7 @@ class Command:
                 cwd=output.parent,
                 env={**os.environ, **variables, name: value},
                 start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
 
     def wait(self, seconds: float = LIMIT_SECONDS) -> Ended:
@@ -131,6 +134,11 @@ class Command:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         return found
+
+
+def _end_with_parent() -> None:
+    """In the new process: tests that are killed leave no run behind."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def start(
