@@ -32,8 +32,10 @@ type Curve = list[tuple[float, float | None]]
 
 
 def train_from(rank: int, world: int, store: str, overrides: list[str], start: Path) -> tuple[Curve, list[str]]:
-    """Losses and norms of three steps from checkpoint `start`, which one rank makes first, and of the first batch again;
-    and the parameters that did not move."""
+    """Losses and norms of three steps and of the first batch again; and the parameters that did not move.
+
+    They start from the checkpoint `start`, which one rank makes first.
+    """
     engine = engines.engine_of(engines.config_of(overrides, world), rank, store)
     if start.exists():
         shards.load(engine, start, with_rng=False)
