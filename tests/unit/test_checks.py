@@ -100,7 +100,11 @@ def test_a_sound_configuration_breaks_no_rule(overrides: list[str]) -> None:
         ("precision=nvfp4 cluster.gpu=h100", "precision", "precision=bf16|fp8_delayed|fp8_current|fp8_blockwise works"),
         ("precision=mxfp8 cluster.gpu=b200 precision.fp4=e2m1", "precision.fp4", "precision.fp8=null"),
         ("precision=mxfp8 cluster.gpu=b200 model.ffn_hidden_size=400", "model.ffn_hidden_size", "=384 or"),
-        ("model.recompute_granularity=full model.recompute_num_layers=1", "model.recompute_method", "recompute_num_layers=1 recomputes every layer"),
+        (
+            "model.recompute_granularity=full model.recompute_num_layers=1",
+            "model.recompute_method",
+            "recompute_num_layers=1 recomputes every layer",
+        ),
         ("model.recompute_num_layers=1", "model.recompute_num_layers", ""),
         ("model.recompute_modules=[attention]", "model.recompute_modules", "[core_attn,layernorm,mlp] works"),
         ("optimizer.exp_avg_dtype=bf16", "optimizer.exp_avg_dtype", "optimizer=adam_bf16_states"),
