@@ -7,14 +7,18 @@ import pytest
 import torch
 
 from shardwright.parallel.mcore import shards
+from shardwright.parallel.mcore.engine import Engine
 
 from . import engines
 from .harness import RunRanks
 
+type Curve = list[tuple[float, float | None]]
+"""Loss and gradient norm of each step."""
+
 FP16 = ["precision=fp16", "precision.initial_loss_scale=1024", "precision.hysteresis=1"]
 
 
-def plant(engine: engines.Engine, value: float) -> None:
+def plant(engine: Engine, value: float) -> None:
     """Every token loss of this rank is multiplied by `value` from now on."""
     compute = engine.model.module.compute_language_model_loss
     engine.model.module.compute_language_model_loss = lambda *args: compute(*args) * value
@@ -59,7 +63,7 @@ def test_a_nan_on_one_rank_is_known_to_all_and_moves_no_weight(run_ranks: RunRan
     assert run_ranks(nan_on_rank_1, 2) == [(False, True, (1,)), (False, True, (1,))]
 
 
-def steps_of(rank: int, world: int, store: str, overrides: list[str]) -> list[tuple[float, float]]:
+def steps_of(rank: int, world: int, store: str, overrides: list[str]) -> Curve:
     return engines.train(engines.engine_of(engines.config_of(overrides, world), rank, store), 5)
 
 
@@ -89,11 +93,12 @@ def test_recomputation_changes_no_bit_also_with_dropout(run_ranks: RunRanks, kep
 
 
 @pytest.fixture(scope="module")
-def kept(run_ranks: RunRanks) -> list[tuple[float, float]]:
-    return run_ranks(steps_of, 1, DROPOUT)[0]
+def kept(run_ranks: RunRanks) -> Curve:
+    curve: Curve = run_ranks(steps_of, 1, DROPOUT)[0]
+    return curve
 
 
-def go_on(rank: int, world: int, store: str, folder: Path) -> tuple[list[tuple[float, float]], float]:
+def go_on(rank: int, world: int, store: str, folder: Path) -> tuple[Curve, float]:
     """Four fp16 steps with a save after the second, or the last two after loading it; and the scale at the end."""
     config = engines.config_of(["precision=fp16", "precision.loss_scale_window=1"], world)
     engine = engines.engine_of(config, rank, store)
