@@ -39,6 +39,14 @@ CONFIG_NAME = "config"
 SECTIONS: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(Config)}
 """Section name -> its schema class, in the order of the schema."""
 
+NOT_TO_BE_HAD = {
+    ("precision", "int8"): (
+        "INT8 training is not to be had: neither Transformer Engine nor megatron-core has INT8 kernels for gradients",
+        "precision=fp8_delayed, fp8_current or fp8_blockwise halve the bytes of the GEMMs on Hopper",
+    )
+}
+"""Choices that people ask for and that cannot work, with the reason and what does."""
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -212,6 +220,9 @@ def _check_choice(override: Override) -> tuple[list[Problem], str | None]:
     chosen = str(choice).removesuffix(".yaml")
     if chosen in groups()[group]:
         return [], f"{'~' if override.is_delete() else ''}{group}={chosen}"
+    if (group, chosen) in NOT_TO_BE_HAD:
+        rule, remedy = NOT_TO_BE_HAD[group, chosen]
+        return [Problem(key=group, value=shown(choice), rule=rule, remedy=remedy)], None
     rule = f"is none of the choices of {group}: {', '.join(groups()[group])}"
     return [Problem(key=group, value=shown(choice), rule=rule, remedy=did_you_mean(chosen, groups()[group]))], None
 

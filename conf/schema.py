@@ -78,6 +78,21 @@ class DType(Enum):
 
     fp32 = "fp32"
     bf16 = "bf16"
+    fp16 = "fp16"
+
+
+class StateDType(Enum):
+    """Number format of what the optimizer keeps."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+class Fp4Format(Enum):
+    """FP4 format, by megatron-core's name."""
+
+    e2m1 = "e2m1"
 
 
 class Fp8Format(Enum):
@@ -91,6 +106,36 @@ class Fp8Recipe(Enum):
     """Scaling recipe, by megatron-core's names."""
 
     delayed = "delayed"
+    """Per tensor, from an amax history."""
+    tensorwise = "tensorwise"
+    """Per tensor, from its present amax (current scaling)."""
+    blockwise = "blockwise"
+    """1 x 128 for activations, 128 x 128 for weights; Hopper."""
+    mxfp8 = "mxfp8"
+    """1 x 32 with E8M0 scales; Blackwell."""
+
+
+class Recompute(Enum):
+    """What the backward pass computes again instead of keeping it."""
+
+    full = "full"
+    selective = "selective"
+
+
+class RecomputeMethod(Enum):
+    """Which layers are recomputed in full."""
+
+    uniform = "uniform"
+    block = "block"
+
+
+class NonFinite(Enum):
+    """What a loss or gradient norm that is not finite leads to."""
+
+    stop = "stop"
+    """All ranks stop before the update; exit code 3."""
+    skip = "skip"
+    """The update is left out on all ranks and counted; the run goes on."""
 
 
 class AmaxComputeAlgo(Enum):
@@ -177,6 +222,14 @@ class Model:
     """Dropout on the residual stream."""
     attention_dropout: float = key(resume="warn")
     """Dropout on attention weights."""
+    recompute_granularity: Recompute | None = key(resume="free")
+    """Compute activations again in the backward pass instead of keeping them: whole layers, or `recompute_modules`."""
+    recompute_method: RecomputeMethod | None = key(resume="free")
+    """Full recomputation: uniform groups of `recompute_num_layers` layers, or only that many layers of each stage."""
+    recompute_num_layers: int | None = key(resume="free")
+    """Full recomputation: see `recompute_method`."""
+    recompute_modules: list[str] = field(metadata={"resume": ResumePolicy.free})
+    """Selective recomputation: core_attn, layernorm, mlp."""
     init_method_std: float = key()
     """Standard deviation of the initial weights; output projections use it divided by sqrt(2 * num_layers)."""
 
@@ -213,12 +266,24 @@ class Precision:
     """FP8 format of the GEMMs of the transformer layers; null for none. Needs Transformer Engine and an FP8 GPU."""
     fp8_recipe: Fp8Recipe = key(resume="warn")
     """How FP8 scales are found."""
+    fp4: Fp4Format | None = key(resume="warn")
+    """FP4 format of the GEMMs of the transformer layers (NVFP4); null for none. Needs Blackwell."""
     fp8_margin: int = key(resume="warn")
     """Delayed scaling: scales are divided by 2**margin."""
     fp8_amax_history_len: int = key(resume="warn")
     """Delayed scaling: steps of history."""
     fp8_amax_compute_algo: AmaxComputeAlgo = key(resume="warn")
     """Delayed scaling: how the history is read."""
+    loss_scale: float | None = key(resume="warn")
+    """fp16: a constant loss scale; null for one that follows overflows."""
+    initial_loss_scale: float = key(resume="warn")
+    """fp16: loss scale of the first update."""
+    min_loss_scale: float = key(resume="warn")
+    """fp16: the scale falls no lower."""
+    loss_scale_window: int = key(resume="warn")
+    """fp16: the scale doubles after this many updates without an overflow."""
+    hysteresis: int = key(resume="warn")
+    """fp16: the scale halves after this many overflows in a row; each of them skips its update."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -259,6 +324,14 @@ class Optimizer:
     """Decay of the second moment."""
     adam_eps: float = key(resume="warn")
     """Added to the root of the second moment."""
+    use_precision_aware_optimizer: bool = key(resume="warn")
+    """Let Transformer Engine's Adam keep gradients and moments in the formats below."""
+    main_grads_dtype: StateDType = key(resume="warn")
+    """Gradients that the optimizer reads; bf16 wants `precision.grad_reduce_in_fp32=false`."""
+    exp_avg_dtype: StateDType = key(resume="warn")
+    """First moment."""
+    exp_avg_sq_dtype: StateDType = key(resume="warn")
+    """Second moment."""
     clip_grad: float = key(resume="warn")
     """Largest global gradient norm; 0 switches clipping off."""
 
@@ -303,6 +376,8 @@ class Resilience:
 
     distributed_timeout_seconds: int = key(resume="free")
     """A collective that takes longer ends the run; keep it above the longest save or data build."""
+    on_non_finite: NonFinite = key(resume="free")
+    """What a loss or gradient norm that is not finite leads to; one decision of all ranks."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from shardwright.conf.compose import shown
 from shardwright.conf.problems import Problem
-from shardwright.conf.schema import Config, DataSource, Device, PositionEmbedding
+from shardwright.conf.schema import Config, DataSource, Device, DType, PositionEmbedding, Recompute, StateDType
 from shardwright.parallel.layout import Layout
 from shardwright.pretrain import checks_fp8, plan, requirements
 from shardwright.pretrain import machine as machines
@@ -177,6 +177,41 @@ def warmup_ends_in_time(config: Config) -> Iterator[Problem]:
             yield Problem(key=key, value=warmup, rule=f"is more than {limit_key}={limit}", remedy=remedy)
 
 
+def recomputation_says_what(config: Config) -> Iterator[Problem]:
+    model = config.model
+    granularity = model.recompute_granularity
+    known = ("core_attn", "layernorm", "mlp")
+    unknown = [module for module in model.recompute_modules if module not in known]
+    if unknown or (granularity is Recompute.selective and not model.recompute_modules):
+        rule, remedy = "names what can be recomputed by itself", f"any of [{','.join(known)}] works"
+        yield Problem(key="model.recompute_modules", value=shown(model.recompute_modules), rule=rule, remedy=remedy)
+    for key in ("recompute_method", "recompute_num_layers"):
+        value = getattr(model, key)
+        if (value is not None) != (granularity is Recompute.full):
+            needs = "needs a value" if value is None else "needs model.recompute_granularity=full"
+            rule = f"{needs}: full recomputation goes by method and number of layers"
+            remedy = "model.recompute_method=uniform with model.recompute_num_layers=1 recomputes every layer"
+            yield Problem(key=f"model.{key}", value=shown(value), rule=rule, remedy=remedy if value is None else "")
+
+
+def optimizer_states_have_their_kernel(config: Config) -> Iterator[Problem]:
+    optimizer = config.optimizer
+    if not optimizer.use_precision_aware_optimizer:
+        for key in ("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+            kind = getattr(optimizer, key)
+            if kind is not StateDType.fp32:
+                rule = "needs optimizer.use_precision_aware_optimizer=true"
+                remedy = f"optimizer=adam_bf16_states, or optimizer.{key}=fp32"
+                yield Problem(key=f"optimizer.{key}", value=kind.name, rule=rule, remedy=remedy)
+    elif config.precision.dtype is DType.fp32:
+        rule, remedy = "has nothing to save in fp32 training", "precision=bf16 works"
+        yield Problem(key="optimizer.use_precision_aware_optimizer", value="true", rule=rule, remedy=remedy)
+    if optimizer.main_grads_dtype is StateDType.bf16 and config.precision.grad_reduce_in_fp32:
+        rule = "reads bf16 gradients, and precision.grad_reduce_in_fp32=true makes fp32 ones"
+        remedy = "precision.grad_reduce_in_fp32=false works"
+        yield Problem(key="optimizer.main_grads_dtype", value="bf16", rule=rule, remedy=remedy)
+
+
 CONFIG_RULES = (
     numbers_in_range,
     names_are_given,
@@ -194,8 +229,11 @@ CONFIG_RULES = (
     split_is_three_shares,
     learning_rate_falls,
     warmup_ends_in_time,
-    checks_fp8.fp8_runs_on_bf16,
-    checks_fp8.fp8_has_its_hardware,
+    recomputation_says_what,
+    optimizer_states_have_their_kernel,
+    checks_fp8.one_narrow_format,
+    checks_fp8.narrow_formats_run_on_bf16,
+    checks_fp8.recipe_suits_the_cluster,
     checks_fp8.shapes_are_multiples,
 )
 
@@ -256,4 +294,28 @@ def packages_are_there(config: Config, machine: Machine) -> Iterator[Problem]:
             yield problem
 
 
-MACHINE_RULES = (gpus_are_there, gpus_are_what_they_are_called, packages_are_there, checks_fp8.gpus_compute_fp8)
+def precision_aware_needs_a_gpu(config: Config, machine: Machine) -> Iterator[Problem]:
+    if config.optimizer.use_precision_aware_optimizer and machines.device(config, machine) == "cpu":
+        rule = "is an Adam of Transformer Engine, which runs on a GPU alone"
+        remedy = "optimizer.use_precision_aware_optimizer=false works"
+        yield Problem(key="optimizer.use_precision_aware_optimizer", value="true", rule=rule, remedy=remedy)
+
+
+def recomputation_has_its_kernels(config: Config, machine: Machine) -> Iterator[Problem]:
+    model = config.model
+    selective = model.recompute_granularity is Recompute.selective and "layernorm" in model.recompute_modules
+    if selective and machines.device(config, machine) == "cpu":
+        # megatron-core 0.19.2, tensor_parallel/random.py:693, names a class that only Transformer Engine brings
+        rule = "recomputing norms alone needs Transformer Engine, which runs on a GPU"
+        value = shown(model.recompute_modules)
+        yield Problem(key="model.recompute_modules", value=value, rule=rule, remedy="[core_attn,mlp] works")
+
+
+MACHINE_RULES = (
+    gpus_are_there,
+    gpus_are_what_they_are_called,
+    packages_are_there,
+    recomputation_has_its_kernels,
+    precision_aware_needs_a_gpu,
+    checks_fp8.gpus_compute_the_recipe,
+)

@@ -1,4 +1,4 @@
-"""Rules of FP8: which hardware, which shapes. `checks` lists them among all rules.
+"""Rules of FP8 and FP4: which hardware, which shapes. `checks` lists them among all rules.
 
 Where FP8 cannot be had, megatron-core would quietly train in BF16 (its `get_fp8_context` is a null context without
 Transformer Engine); here such a run is refused.
@@ -12,40 +12,87 @@ from shardwright.pretrain import plan
 from shardwright.pretrain.machine import Machine
 from shardwright.pretrain.ranges import multiples, value_of
 
-LEAST_CAPABILITY = (8, 9)
-"""Ada is the first with FP8 units."""
+RECIPES = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0), "nvfp4": (10, 0)}
+"""Recipe -> least compute capability: Ada is the first with FP8 units, Blackwell the first with block scales.
+
+Source: transformer_engine 2.20.2, pytorch/quantization.py (check_fp8_support and its siblings)."""
+PRESETS = {
+    "delayed": "fp8_delayed",
+    "tensorwise": "fp8_current",
+    "blockwise": "fp8_blockwise",
+    "mxfp8": "mxfp8",
+    "nvfp4": "nvfp4",
+}
+"""Recipe -> its choice of `precision`."""
+CAPABILITIES = {Device.h100: (9, 0), Device.h200: (9, 0), Device.b200: (10, 0), Device.gb200: (10, 0)}
 WIDTH, TOKENS = 16, 8
-"""Transformer Engine, on each rank: the last dimension is a multiple of 16, the product of the leading ones of 8."""
+"""Transformer Engine, on each rank: the last dimension is a multiple of 16 (of 32 where small blocks have scales of
+their own), the product of the leading ones of 8."""
 
 
-def fp8_runs_on_bf16(config: Config) -> Iterator[Problem]:
+def recipe_of(config: Config) -> str | None:
+    """The narrow format's recipe: a key of `RECIPES`; None without one."""
     precision = config.precision
-    if precision.fp8 is not None and precision.dtype is not DType.bf16:
-        rule, remedy = "runs on top of precision.dtype=bf16", "precision.dtype=bf16 works"
-        yield Problem(key="precision.fp8", value=precision.fp8.name, rule=rule, remedy=remedy)
+    if precision.fp4 is not None:
+        return "nvfp4"
+    return None if precision.fp8 is None else precision.fp8_recipe.name
 
 
-def fp8_has_its_hardware(config: Config) -> Iterator[Problem]:
-    if config.precision.fp8 is not None and config.cluster.gpu is Device.none:
-        able = "|".join(device.name for device in Device if device is not Device.none)
-        rule, remedy = "FP8 needs a GPU with FP8 units, and cluster.gpu=none", f"precision=bf16, or cluster.gpu={able}"
-        yield Problem(key="precision.fp8", value=config.precision.fp8.name, rule=rule, remedy=remedy)
+def narrow_formats_run_on_bf16(config: Config) -> Iterator[Problem]:
+    recipe, dtype = recipe_of(config), config.precision.dtype
+    if recipe is not None and dtype is not DType.bf16:
+        rule = f"runs on top of precision.dtype=bf16, not {dtype.name}"
+        yield Problem(key="precision", value=recipe, rule=rule, remedy="precision.dtype=bf16 works")
+
+
+def one_narrow_format(config: Config) -> Iterator[Problem]:
+    precision = config.precision
+    if precision.fp4 is not None and precision.fp8 is not None:
+        rule = f"is FP4 together with precision.fp8={precision.fp8.name}"
+        remedy = "precision.fp8=null or precision.fp4=null works"
+        yield Problem(key="precision.fp4", value=precision.fp4.name, rule=rule, remedy=remedy)
+
+
+def recipe_suits_the_cluster(config: Config) -> Iterator[Problem]:
+    recipe, gpu = recipe_of(config), config.cluster.gpu
+    if recipe is None:
+        return
+    if gpu is Device.none:
+        able = "|".join(device.name for device, has in CAPABILITIES.items() if has >= RECIPES[recipe])
+        rule, remedy = (
+            "needs a GPU with such units, and cluster.gpu=none",
+            f"precision=bf16, or cluster.gpu=auto|{able}",
+        )
+        yield Problem(key="precision", value=recipe, rule=rule, remedy=remedy)
+    elif gpu in CAPABILITIES:
+        yield from _too_old(recipe, gpu.name.upper(), CAPABILITIES[gpu])
+
+
+def _too_old(recipe: str, gpu: str, capability: tuple[int, int]) -> Iterator[Problem]:
+    """The problem of a GPU without units for `recipe`."""
+    least = RECIPES[recipe]
+    if capability < least:
+        fitting = [PRESETS[name] for name, needs in RECIPES.items() if capability >= needs]
+        rule = f"needs compute capability {least[0]}.{least[1]}, and {gpu} has {capability[0]}.{capability[1]}"
+        remedy = f"precision={'|'.join(['bf16', *fitting])} works"
+        yield Problem(key="precision", value=recipe, rule=rule, remedy=remedy)
 
 
 def shapes_are_multiples(config: Config) -> Iterator[Problem]:
     model, tp, data = config.model, config.parallel.tp, config.data
-    if config.precision.fp8 is None or tp < 1:
+    if recipe_of(config) is None or tp < 1:
         return
+    width_step = WIDTH * 2 if recipe_of(config) in ("mxfp8", "nvfp4") else WIDTH
     heads_width = model.num_attention_heads * model.kv_channels
     for key, widths, split, step in (
-        ("model.hidden_size", (model.hidden_size,), 1, WIDTH),
-        ("model.ffn_hidden_size", (model.ffn_hidden_size,), tp, WIDTH * tp),
-        ("model.kv_channels", (heads_width, plan.qkv_width(model)), tp, WIDTH),
+        ("model.hidden_size", (model.hidden_size,), 1, width_step),
+        ("model.ffn_hidden_size", (model.ffn_hidden_size,), tp, width_step * tp),
+        ("model.kv_channels", (heads_width, plan.qkv_width(model)), tp, width_step),
     ):
-        odd = [width // split for width in widths if width % split == 0 and width // split % WIDTH]
+        odd = [width // split for width in widths if width % split == 0 and width // split % width_step]
         if odd:
             value = value_of(config, key)
-            rule = f"gives a matrix {odd[0]} wide on each rank, and FP8 needs multiples of {WIDTH}"
+            rule = f"gives a matrix {odd[0]} wide on each rank, and FP8 needs multiples of {width_step}"
             remedy = multiples(key, value, step) if value % step else "a smaller parallel.tp works"
             yield Problem(key=key, value=value, rule=rule, remedy=remedy)
     split = tp if config.parallel.sp else 1
@@ -56,16 +103,13 @@ def shapes_are_multiples(config: Config) -> Iterator[Problem]:
         yield Problem(key="data.seq_length", value=data.seq_length, rule=rule, remedy=remedy)
 
 
-def gpus_compute_fp8(config: Config, machine: Machine) -> Iterator[Problem]:
-    if config.precision.fp8 is None or config.cluster.gpu is Device.none:
+def gpus_compute_the_recipe(config: Config, machine: Machine) -> Iterator[Problem]:
+    recipe = recipe_of(config)
+    if recipe is None or config.cluster.gpu is Device.none:
         return
-    value = config.precision.fp8.name
     if config.cluster.gpu is Device.auto and not machine.gpus:
-        rule = "FP8 needs a GPU with FP8 units, and this machine shows none"
-        yield Problem(key="precision.fp8", value=value, rule=rule, remedy="precision=bf16 works")
+        rule = "needs a GPU with such units, and this machine shows none"
+        yield Problem(key="precision", value=recipe, rule=rule, remedy="precision=bf16 works")
     for gpu in dict.fromkeys(machine.gpus[: plan.local_ranks(config)]):
-        if gpu.compute_capability is not None and gpu.compute_capability < LEAST_CAPABILITY:
-            major, minor = gpu.compute_capability
-            least = ".".join(map(str, LEAST_CAPABILITY))
-            rule = f"needs compute capability {least}, and {gpu.name or 'this GPU'} has {major}.{minor}"
-            yield Problem(key="precision.fp8", value=value, rule=rule, remedy="precision=bf16 works")
+        if gpu.compute_capability is not None:
+            yield from _too_old(recipe, gpu.name or "this GPU", gpu.compute_capability)

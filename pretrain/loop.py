@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwright.conf.schema import NonFinite
 from shardwright.parallel.mcore.engine import Batch, Engine, StepResult
 from shardwright.pretrain import checkpoint
 from shardwright.pretrain.faults import TrainingFault
@@ -48,8 +49,9 @@ class Loop:
             started, update = time.monotonic(), state.step + 1
             lr = learning_rate(update, schedule, config.optimizer)
             result = self.engine.train_step(next(self.training_batches), lr, config.optimizer.weight_decay)
-            self._refuse_non_finite(result, update)
-            state = state.after_step(self.plan.batch.global_batch_size, result.num_tokens)
+            finite = self._judge(result, update)
+            batch_size = self.plan.batch.global_batch_size
+            state = state.after_step(batch_size, result.num_tokens, updated=result.updated, finite=finite)
             self._report(state, result, lr, time.monotonic() - started)
             stopped = self._any_rank_wants_to_stop()
             last = state.step == schedule.train_iters or stopped
@@ -65,10 +67,24 @@ class Loop:
     def _due(interval: int, step: int, last: bool) -> bool:
         return last or (interval > 0 and step % interval == 0)
 
-    def _refuse_non_finite(self, result: StepResult, update: int) -> None:
-        for name, value in (("loss", result.loss), ("gradient norm", result.grad_norm)):
-            if not math.isfinite(value):
-                raise TrainingFault(f"update {update}: the {name} is {value}; nothing of this update is saved")
+    def _judge(self, result: StepResult, update: int) -> bool:
+        """Whether the update's loss and gradient norm are finite; where not, the weights have not moved.
+
+        Raises:
+            TrainingFault: they are not, under policy stop; on all ranks alike, before anything is saved.
+        """
+        ranks = result.non_finite_ranks
+        if ranks is None:
+            return True
+        where = f"on rank {', '.join(map(str, ranks))}" if ranks else "after the reduction over all ranks"
+        what = "loss" if ranks or not math.isfinite(result.loss) else "gradient norm"
+        value = result.loss if what == "loss" else result.grad_norm
+        text = f"update {update}: the {what} is {value} {where}"
+        if self.context.config.resilience.on_non_finite is NonFinite.stop:
+            raise TrainingFault(f"{text}; the update was not made and nothing of it is saved")
+        if self.context.environment.rank == 0:
+            self.context.events.write("update_skipped", update, reason=text)
+        return False
 
     def _any_rank_wants_to_stop(self) -> bool:
         """Collective: all-reduce(MAX) over the world's gloo group, a few microseconds per step on one node."""
@@ -105,12 +121,14 @@ class Loop:
             "loss": result.loss,
             "lr": lr,
             "grad_norm": result.grad_norm,
-            "loss_scale": None,
+            "loss_scale": result.loss_scale,
             "tokens": state.trained_tokens,
             "tokens_per_second": tokens_per_second,
             "tflops": rank_flops / 1e12,
             "mfu": rank_flops / peak if peak else None,
             "memory_bytes": _peak_memory_bytes(self.engine.device),
+            "skipped_updates": state.skipped_updates,
+            "non_finite_updates": state.non_finite_updates,
             "consumed_samples": state.position.consumed_samples,
             "step_seconds": seconds,
         }

@@ -202,6 +202,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
 def fp8_name(config: Config) -> str | None:
     """FP8 format and recipe in words; None without FP8."""
     precision = config.precision
+    if precision.fp4 is not None:
+        return f"{precision.fp4.name} (NVFP4)"
     return f"{precision.fp8.name}, {precision.fp8_recipe.name} scaling" if precision.fp8 else None
 
 

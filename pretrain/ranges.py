@@ -29,9 +29,9 @@ RANGES = (
         {
             "run": "seed",
             "model": "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
-            "vocab_size make_vocab_size_divisible_by max_position_embeddings rotary_base",
+            "vocab_size make_vocab_size_divisible_by max_position_embeddings rotary_base recompute_num_layers",
             "parallel": "tp pp",
-            "precision": "fp8_amax_history_len",
+            "precision": "fp8_amax_history_len loss_scale_window hysteresis",
             "data": "seq_length micro_batch_size global_batch_size vocab_size",
             "schedule": "train_iters lr_decay_iters",
             "checkpoint": "keep_last",
@@ -56,7 +56,11 @@ RANGES = (
         "must be above 0",
         lambda number: number > 0,
         "",
-        {"model": "layernorm_epsilon init_method_std", "optimizer": "lr adam_eps"},
+        {
+            "precision": "loss_scale initial_loss_scale min_loss_scale",
+            "model": "layernorm_epsilon init_method_std",
+            "optimizer": "lr adam_eps",
+        },
     ),
     Range(
         "must be at least 0 and below 1",

@@ -19,16 +19,24 @@ class TrainerState:
     position: DataPosition = field(default_factory=DataPosition)
     trained_tokens: int = 0
     """Unmasked tokens that updates were computed from."""
+    skipped_updates: int = 0
+    """Steps whose update was left out: fp16 overflows, and losses or norms that were not finite under policy skip."""
+    non_finite_updates: int = 0
+    """Of these, the ones with a loss or norm that was not finite."""
     data: str = ""
     """Identity of the data that `position` is a place in (`data.source.Source.identity`)."""
 
-    def after_step(self, num_samples: int, num_tokens: int) -> "TrainerState":
-        """The state after one more step."""
+    def after_step(
+        self, num_samples: int, num_tokens: int, *, updated: bool = True, finite: bool = True
+    ) -> "TrainerState":
+        """The state after one more step; its samples are consumed whether or not the weights moved."""
         return replace(
             self,
             step=self.step + 1,
             position=self.position.consume(num_samples),
-            trained_tokens=self.trained_tokens + num_tokens,
+            trained_tokens=self.trained_tokens + num_tokens * updated,
+            skipped_updates=self.skipped_updates + (not updated),
+            non_finite_updates=self.non_finite_updates + (not finite),
         )
 
     def on_data(self, identity: str) -> "TrainerState":
@@ -51,6 +59,8 @@ class TrainerState:
             "consumed_samples": self.position.consumed_samples,
             "skipped_samples": [list(skipped) for skipped in self.position.skipped],
             "trained_tokens": self.trained_tokens,
+            "skipped_updates": self.skipped_updates,
+            "non_finite_updates": self.non_finite_updates,
             "data": self.data,
             "layout": asdict(layout),
             "attempt": attempt,
@@ -65,6 +75,8 @@ class TrainerState:
             step=saved["step"],
             position=DataPosition(saved["consumed_samples"], skipped),
             trained_tokens=saved["trained_tokens"],
+            skipped_updates=saved["skipped_updates"],
+            non_finite_updates=saved["non_finite_updates"],
             data=saved["data"],
         )
 

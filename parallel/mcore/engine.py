@@ -5,6 +5,7 @@ The loss is a mean over tokens: every micro-batch contributes the sum of its unm
 batch. So it does not depend on how the batch is split over micro-batches and data-parallel ranks.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -36,8 +37,22 @@ class StepResult:
     """Mean over the unmasked tokens of the global batch."""
     num_tokens: int
     """Unmasked tokens of the global batch."""
-    grad_norm: float
-    """Global norm before clipping."""
+    grad_norm: float | None
+    """Global norm before clipping; None where fp16 gradients overflowed."""
+    updated: bool
+    """Whether the weights moved: not after an overflow, nor with a loss or norm that is not finite."""
+    loss_scale: float | None
+    """Loss scale of this update; None without fp16."""
+    non_finite_ranks: tuple[int, ...] | None
+    """None where loss and norm are finite; else the ranks whose own loss was not, none if it was the gradients."""
+
+
+class _NonFiniteNormError(Exception):
+    """The gradient norm is not finite, on all ranks alike; raised in the optimizer's step before a weight moves."""
+
+    def __init__(self, norm: float) -> None:
+        super().__init__(f"gradient norm {norm}")
+        self.norm = norm
 
 
 class Engine:
@@ -74,6 +89,7 @@ class Engine:
         self._group_overrides = get_standard_config_overrides(configs.optimizer)
         self.optimizer = get_megatron_optimizer(configs.optimizer, [self.model], self._group_overrides)
         torch_adam.create_state(self.optimizer)
+        self._refuse_non_finite_norms()
         self._forward_backward = get_forward_backward_func()
         transformer = configs.transformer
         transformer.grad_scale_func = self.optimizer.scale_loss
@@ -98,10 +114,42 @@ class Engine:
             group["weight_decay"] = weight_decay * group["wd_mult"]
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        sums = self._run(microbatches, forward_only=False)
-        _, grad_norm, _ = self.optimizer.step()
-        loss_sum, num_tokens = self._reduce(sums).tolist()
-        return StepResult(loss=loss_sum / max(num_tokens, 1), num_tokens=int(num_tokens), grad_norm=float(grad_norm))
+        loss_scale = self.optimizer.get_loss_scale() if self.transformer_config.fp16 else None
+        own = self._run(microbatches, forward_only=False)
+        reduced = self._reduce(own.clone())
+        grad_norm: float | None
+        try:
+            updated, grad_norm, _ = self.optimizer.step()
+        except _NonFiniteNormError as error:
+            updated, grad_norm = False, error.norm
+        loss_sum, num_tokens = reduced.tolist()
+        finite = math.isfinite(loss_sum) and (grad_norm is None or math.isfinite(grad_norm))
+        return StepResult(
+            loss=loss_sum / max(num_tokens, 1),
+            num_tokens=int(num_tokens),
+            grad_norm=None if grad_norm is None else float(grad_norm),
+            updated=bool(updated),
+            loss_scale=None if loss_scale is None else float(loss_scale),
+            non_finite_ranks=None if finite else self._ranks_with_non_finite(own),
+        )
+
+    def _refuse_non_finite_norms(self) -> None:
+        """Look at the norm inside the optimizer's step, where megatron-core waits for it anyway, before it is used."""
+        norm_of = self.optimizer.get_grad_norm
+
+        def finite_norm() -> float:
+            norm = float(norm_of())
+            if not math.isfinite(norm):
+                raise _NonFiniteNormError(norm)
+            return norm
+
+        self.optimizer.get_grad_norm = finite_norm
+
+    def _ranks_with_non_finite(self, own: torch.Tensor) -> tuple[int, ...]:
+        """Ranks whose own loss is not finite. Collective: all-gather over the world's control group."""
+        flags: list[bool] = [False] * self.layout.world_size
+        dist.all_gather_object(flags, not bool(own.isfinite().all()), group=self.control_group)
+        return tuple(rank for rank, flag in enumerate(flags) if flag)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterator[list[Batch]]) -> tuple[float, int]:

@@ -44,9 +44,8 @@ def build_gpt(
         rotary_base=model.rotary_base,
         pg_collection=groups,
     ).to(device)
-    if configs.transformer.bf16:
-        gpt = gpt.bfloat16()
-    return gpt
+    # as megatron-core's Float16Module: activations enter and leave in the parameters' format
+    return gpt.to(configs.transformer.params_dtype)
 
 
 def wrap_data_parallel(

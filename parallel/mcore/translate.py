@@ -1,6 +1,8 @@
 """From our configuration to megatron-core's three config objects; the only place that knows both sets of names."""
 
 from dataclasses import dataclass
+from enum import Enum
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -8,10 +10,13 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 
-from shardwright.conf.schema import Activation, Config, DType
+from shardwright.conf.schema import Activation, Config, DType, StateDType
 from shardwright.parallel.layout import Layout
 
-DTYPES = {DType.fp32: torch.float32, DType.bf16: torch.bfloat16}
+DTYPES: dict[Enum, torch.dtype] = {
+    kind: {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[kind.value]
+    for kind in [*DType, *StateDType]
+}
 ACTIVATIONS = {Activation.silu: F.silu, Activation.gelu: F.gelu}
 
 
@@ -34,9 +39,11 @@ def megatron_configs(config: Config, layout: Layout, device: torch.device) -> Me
 def _transformer(config: Config, layout: Layout, device: torch.device) -> TransformerConfig:
     model, precision = config.model, config.precision
     dtype, on_gpu = DTYPES[precision.dtype], device.type == "cuda"
-    fp8 = {}
+    narrow: dict[str, Any] = {}
+    if precision.fp4 is not None:
+        narrow = {"fp4": precision.fp4.value}
     if precision.fp8 is not None:
-        fp8 = {
+        narrow = {
             "fp8": precision.fp8.value,
             "fp8_recipe": precision.fp8_recipe.value,
             "fp8_margin": precision.fp8_margin,
@@ -66,6 +73,7 @@ def _transformer(config: Config, layout: Layout, device: torch.device) -> Transf
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
         # the loss is a sum over tokens, divided once by the tokens of the whole global batch
         calculate_per_token_loss=True,
         use_cpu_initialization=not on_gpu,
@@ -78,7 +86,11 @@ def _transformer(config: Config, layout: Layout, device: torch.device) -> Transf
         gradient_accumulation_fusion=False,
         cross_entropy_loss_fusion=on_gpu,
         cross_entropy_fusion_impl="te" if on_gpu else "native",
-        **fp8,
+        recompute_granularity=None if model.recompute_granularity is None else model.recompute_granularity.value,
+        recompute_method=None if model.recompute_method is None else model.recompute_method.value,
+        recompute_num_layers=model.recompute_num_layers,
+        recompute_modules=list(model.recompute_modules),
+        **narrow,
     )
 
 
@@ -95,7 +107,7 @@ def _ddp(config: Config) -> DistributedDataParallelConfig:
 
 
 def _optimizer(config: Config) -> OptimizerConfig:
-    optimizer, dtype = config.optimizer, DTYPES[config.precision.dtype]
+    optimizer, precision, dtype = config.optimizer, config.precision, DTYPES[config.precision.dtype]
     return OptimizerConfig(
         optimizer="adam",
         lr=optimizer.lr,
@@ -106,6 +118,17 @@ def _optimizer(config: Config) -> OptimizerConfig:
         adam_eps=optimizer.adam_eps,
         clip_grad=optimizer.clip_grad,
         bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        loss_scale=precision.loss_scale,
+        initial_loss_scale=precision.initial_loss_scale,
+        min_loss_scale=precision.min_loss_scale,
+        loss_scale_window=precision.loss_scale_window,
+        hysteresis=precision.hysteresis,
+        use_precision_aware_optimizer=optimizer.use_precision_aware_optimizer,
+        main_grads_dtype=DTYPES[optimizer.main_grads_dtype],
+        exp_avg_dtype=DTYPES[optimizer.exp_avg_dtype],
+        exp_avg_sq_dtype=DTYPES[optimizer.exp_avg_sq_dtype],
+        fp8_recipe=None if precision.fp8 is None else precision.fp8_recipe.value,
         params_dtype=dtype,
         use_distributed_optimizer=True,
         overlap_param_gather=config.parallel.overlap_param_gather,

@@ -65,7 +65,7 @@ def share(engine: Engine, step: Batch) -> list[Batch]:
     return [{name: tensor[start : start + size] for name, tensor in step.items()} for start in starts]
 
 
-def train(engine: Engine, num_steps: int, first_seed: int = 0) -> list[tuple[float, float]]:
+def train(engine: Engine, num_steps: int, first_seed: int = 0) -> list[tuple[float, float | None]]:
     """Loss and gradient norm of some steps at a constant learning rate."""
     steps = (random_step(first_seed + number) for number in range(num_steps))
     results = [engine.train_step(share(engine, step), lr=1e-3, weight_decay=0.1) for step in steps]

@@ -35,7 +35,7 @@ def start_from_scratch(rank: int, world: int, store: str, folder: Path) -> None:
 
 def train_from(
     rank: int, world: int, store: str, overrides: list[str], start: Path, results: Path
-) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+) -> tuple[list[tuple[float, float | None]], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Losses and norms, and all tensors after the first and after the last step."""
     engine = engines.engine_of(engines.config_of(overrides, world), rank, store)
     shards.load(engine, start, with_rng=False)

@@ -15,7 +15,7 @@ RELATIVE = 1e-6
 """Only the order of fp32 sums differs."""
 
 
-def one_step(rank: int, world: int, store: str, overrides: list[str], folder: Path) -> tuple[float, int, float]:
+def one_step(rank: int, world: int, store: str, overrides: list[str], folder: Path) -> tuple[float, int, float | None]:
     """Loss, token count and gradient norm of a step from one seed."""
     engine = engines.engine_of(engines.config_of(overrides, world), rank, store)
     step = engines.random_step(7, unmasked=UNMASKED)
@@ -67,7 +67,7 @@ def test_ten_tokens_of_two_and_two_tokens_of_five_average_to_two_and_a_half(run_
     assert run_ranks(known_losses, 2) == [(2.5, 12), (2.5, 12)]
 
 
-def all_masked(rank: int, world: int, store: str) -> tuple[float, int, float]:
+def all_masked(rank: int, world: int, store: str) -> tuple[float, int, float | None]:
     engine = engines.engine_of(engines.config_of([], world), rank, store)
     step = engines.random_step(7, unmasked=[0, 0, 0, 0])
     result = engine.train_step(engines.share(engine, step), lr=1e-3, weight_decay=0.0)

@@ -96,8 +96,22 @@ def test_a_sound_configuration_breaks_no_rule(overrides: list[str]) -> None:
         ("schedule.lr_decay_iters=5", "schedule.lr_warmup_iters", "lr_warmup_iters=5 or schedule.lr_decay_iters=10"),
         ("run.name='' run.dir=x", "run.name", ""),
         ("run.dir=''", "run.dir", ""),
-        (f"{FP8} cluster.gpu=none", "precision.fp8", "precision=bf16, or cluster.gpu=auto|h100|h200|b200|gb200"),
-        (f"{FP8} precision.dtype=fp32", "precision.fp8", "precision.dtype=bf16 works"),
+        ("precision=mxfp8 cluster.gpu=h200", "precision", "precision=bf16|fp8_delayed|fp8_current|fp8_blockwise works"),
+        ("precision=nvfp4 cluster.gpu=h100", "precision", "precision=bf16|fp8_delayed|fp8_current|fp8_blockwise works"),
+        ("precision=mxfp8 cluster.gpu=b200 precision.fp4=e2m1", "precision.fp4", "precision.fp8=null"),
+        ("precision=mxfp8 cluster.gpu=b200 model.ffn_hidden_size=400", "model.ffn_hidden_size", "=384 or"),
+        (
+            "model.recompute_granularity=full model.recompute_num_layers=1",
+            "model.recompute_method",
+            "recompute_num_layers=1 recomputes every layer",
+        ),
+        ("model.recompute_num_layers=1", "model.recompute_num_layers", ""),
+        ("model.recompute_modules=[attention]", "model.recompute_modules", "[core_attn,layernorm,mlp] works"),
+        ("optimizer.exp_avg_dtype=bf16", "optimizer.exp_avg_dtype", "optimizer=adam_bf16_states"),
+        ("optimizer=adam_bf16_states precision=bf16", "optimizer.main_grads_dtype", "grad_reduce_in_fp32=false works"),
+        ("optimizer.use_precision_aware_optimizer=true", "optimizer.use_precision_aware_optimizer", "precision=bf16"),
+        (f"{FP8} cluster.gpu=none", "precision", "precision=bf16, or cluster.gpu=auto|h100|h200|b200|gb200"),
+        (f"{FP8} precision.dtype=fp32", "precision", "precision.dtype=bf16 works"),
         (f"{FP8} model.hidden_size=120", "model.hidden_size", "hidden_size=112 or model.hidden_size=128 works"),
         (
             f"{FP8} model.ffn_hidden_size=368 parallel.tp=2 cluster.ranks=2",
@@ -150,7 +164,7 @@ def test_a_number_out_of_range_is_refused_without_upsetting_other_rules(override
 
 
 def test_every_number_of_the_schema_has_a_range() -> None:
-    numbers = {key for key, kind in schema_keys().items() if kind in (int, float, int | None)}
+    numbers = {key for key, kind in schema_keys().items() if kind in (int, float, int | None, float | None)}
     assert set(ranged_keys()) == numbers
 
 
@@ -197,11 +211,11 @@ def test_the_device_follows_the_config_and_the_machine(choice: str, gpus: tuple[
     [
         (CPU_MACHINE, "cluster.gpu=h200", "cluster.gpu", "NVML Shared Library Not Found"),
         (CPU_MACHINE, "cluster.gpu=h200", "transformer-engine", "pip install"),
-        (CPU_MACHINE, FP8, "precision.fp8", "this machine shows none; precision=bf16 works"),
+        (CPU_MACHINE, FP8, "precision", "this machine shows none; precision=bf16 works"),
         (machine_of(H200), "cluster.ranks=2", "cluster.ranks", "cluster.ranks=1 works, or cluster.gpu=none"),
         (machine_of(H200), "cluster.nodes=2 cluster.gpus_per_node=2", "cluster.ranks", "cluster.ranks=2 works"),
         (machine_of(H200), "cluster.gpu=h100", "cluster.gpu", "has NVIDIA H200"),
-        (machine_of(A100), FP8, "precision.fp8", "needs compute capability 8.9, and NVIDIA A100-SXM4-80GB has 8.0"),
+        (machine_of(A100), FP8, "precision", "needs compute capability 8.9, and NVIDIA A100-SXM4-80GB has 8.0"),
         (machine_of(H200, te=None), "precision=bf16", "transformer-engine", "missing"),
         (machine_of(H200, te="2.3.0"), "precision=bf16", "transformer-engine", "--upgrade"),
         (Machine(versions={**WITHOUT_TE, "megatron_core": "0.16.1"}), "", "megatron-core", "0.19.2 or newer"),
@@ -214,7 +228,7 @@ def test_a_machine_that_cannot_run_it_is_told_why(machine: Machine, overrides: s
 
 
 def test_fp8_on_the_cpu_asks_for_a_gpu_and_not_for_a_package() -> None:
-    assert [problem.key for problem in broken_here(CPU_MACHINE, FP8)] == ["precision.fp8"]
+    assert [problem.key for problem in broken_here(CPU_MACHINE, FP8)] == ["precision"]
 
 
 def test_a_gpu_that_hides_its_capability_is_not_judged() -> None:

@@ -177,3 +177,8 @@ def test_every_choice_of_every_group_composes() -> None:
         for choice in choices:
             if choice != "llama":  # a base without sizes
                 compose.compose([f"{group}={choice}"])
+
+
+def test_int8_is_refused_with_the_reason_and_what_works() -> None:
+    with pytest.raises(RefusedError, match=r"precision=int8: INT8 training is not to be had.*fp8_delayed"):
+        compose.compose(["precision=int8"])
