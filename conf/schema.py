@@ -257,8 +257,8 @@ class Data:
     global_batch_size: int = key(resume="warn")
     """Samples of one optimizer step over all data-parallel ranks; with a ramp its end, and of evaluation always."""
     rampup_batch_size: list[int] | None = field(metadata={"resume": ResumePolicy.warn})
-    """[start, increment, samples]: grow from `start` to `global_batch_size` by `increment`, in equal shares of the first
-    `samples` samples of the run; null for none."""
+    """[start, increment, samples]: grow from `start` to `global_batch_size` by `increment`, in equal shares of the
+    first `samples` samples of the run; null for none."""
     cache_dir: str = key(resume="free")
     """Folder of tokenised corpora and sample indices, shared by runs and built once under a lock."""
     vocab_size: int = key()

@@ -2,8 +2,8 @@
 
 A ramp `[start, increment, samples]` raises the batch size from `start` by `increment` to `data.global_batch_size` over
 the first `samples` samples, in equal shares of them. It is the rule of `--rampup-batch-size`, in whole numbers.
-Source: megatron-core 0.16.1, num_microbatches_calculator.py, RampupBatchsizeNumMicroBatchesCalculator. 0.19.2 has in its
-place stages like ours (StepBatchsizeNumMicroBatchesCalculator), to which a ramp is one way.
+Source: megatron-core 0.16.1, num_microbatches_calculator.py, RampupBatchsizeNumMicroBatchesCalculator. In its place
+0.19.2 has stages, as `BatchSizes` has them (StepBatchsizeNumMicroBatchesCalculator), and ignores a ramp.
 """
 
 from bisect import bisect_right
@@ -37,9 +37,7 @@ class BatchSizes:
             return cls.constant(data.global_batch_size)
         start, increment, samples = data.rampup_batch_size
         num_increments = (data.global_batch_size - start) // increment
-        return cls(
-            tuple((-(-i * samples // num_increments), start + i * increment) for i in range(num_increments + 1))
-        )
+        return cls(tuple((-(-i * samples // num_increments), start + i * increment) for i in range(num_increments + 1)))
 
     def at(self, consumed_samples: int) -> int:
         """Samples of the step before which `consumed_samples` were consumed."""

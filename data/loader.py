@@ -53,8 +53,8 @@ def batches(
         num_steps: steps until the iterator ends.
 
     Returns:
-        An iterator of steps, each a list of `batch size / (micro_batch_size * dp_size)` micro-batches on the CPU (pinned
-        where CUDA is present).
+        An iterator of steps, each a list of `batch size / (micro_batch_size * dp_size)` micro-batches on the CPU
+        (pinned where CUDA is present).
     """
     assert samples_needed(position, batch_sizes, num_steps) <= len(stream), "the stream is too short"
     sizes = partial(batch_sizes.steps, position.consumed_samples, num_steps)

@@ -62,7 +62,7 @@ def _ramp_reaches(ramp: Sequence[int], end: int) -> bool:
 
 
 def _samples_at_once(config: Config) -> int:
-    """Samples of one micro-batch on all data-parallel ranks; 0 where a number is broken, which is reported elsewhere."""
+    """Samples of one micro-batch on all data-parallel ranks; 0 where a number is out of range, reported elsewhere."""
     tp, pp = config.parallel.tp, config.parallel.pp
     if min(tp, pp, config.world_size) < 1 or config.world_size % (tp * pp):
         return 0

@@ -1,6 +1,6 @@
 """Learning rate, weight decay and batch size as pure functions: nothing to save, nothing to restore, nothing to drift.
 
-Convention: update k = 1, 2, ... turns step k-1 into step k, uses `learning_rate(k, ...)` and `weight_decay(k, ...)`, and
+Convention: update k = 1, 2, ... turns step k-1 into step k and uses `learning_rate(k, ...)` and `weight_decay(k, ...)`;
 metrics.jsonl logs these very values. All curves are megatron-core's at its step number k, while megatron-core's own
 update k uses number k-1: there the first update has the learning rate 0 and moves nothing, here it already moves.
 

@@ -176,8 +176,9 @@ def _data(data: Mapping[str, Any]) -> str:
 def _steps(data: Mapping[str, Any]) -> str:
     if "train_iters" not in data:
         return ""
-    first, last, each, left = (data.get(name) for name in ("first_step", "train_iters", "tokens_per_step", "tokens_left"))
-    text = f"{first or 0} to {last}"
+    first, last = data.get("first_step", 0), data["train_iters"]
+    each, left = data.get("tokens_per_step"), data.get("tokens_left")
+    text = f"{first} to {last}"
     if each is None or left is None:
         return text
     up_to = "up to " if left < each * (last - first) else ""
