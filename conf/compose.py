@@ -330,6 +330,7 @@ def _wanted(kind: Any) -> tuple[str, str]:
         float: ("must be a finite number", "write it like 0.1 or 3e-4"),
         bool: ("must be true or false", ""),
         str: ("must be a text", ""),
+        list[int]: ("must be a list of whole numbers", "write it like [2,2,24]"),
     }.get(kind, ("must be a list of finite numbers", "write it like [98,1,1]"))
     return f"{rule}{or_null}", remedy
 

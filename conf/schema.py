@@ -146,9 +146,32 @@ class AmaxComputeAlgo(Enum):
 
 
 class LrDecayStyle(Enum):
-    """Learning-rate curve after the warm-up."""
+    """Learning-rate curve after the warm-up, by megatron-core's names."""
 
     constant = "constant"
+    """Stay at `optimizer.lr`."""
+    cosine = "cosine"
+    linear = "linear"
+    WSD = "WSD"
+    """Stay at `optimizer.lr` and fall over the last `lr_wsd_decay_iters` steps."""
+    inverse_square_root = "inverse_square_root"
+    """`optimizer.lr` * sqrt(warm-up / step), never below `optimizer.min_lr`."""
+
+
+class LrWsdDecayStyle(Enum):
+    """How WSD falls, by megatron-core's names."""
+
+    linear = "linear"
+    cosine = "cosine"
+    exponential = "exponential"
+    minus_sqrt = "minus_sqrt"
+
+
+class WeightDecayIncrStyle(Enum):
+    """Curve of the weight decay, by megatron-core's names."""
+
+    constant = "constant"
+    linear = "linear"
     cosine = "cosine"
 
 
@@ -297,7 +320,10 @@ class Data:
     micro_batch_size: int = key(resume="free")
     """Samples of one forward pass on one data-parallel rank."""
     global_batch_size: int = key(resume="warn")
-    """Samples of one optimizer step over all data-parallel ranks."""
+    """Samples of one optimizer step over all data-parallel ranks; with a ramp its end, and of evaluation always."""
+    rampup_batch_size: list[int] | None = field(metadata={"resume": ResumePolicy.warn})
+    """[start, increment, samples]: grow from `start` to `global_batch_size` by `increment`, in equal shares of the
+    first `samples` samples of the run; null for none."""
     cache_dir: str = key(resume="free")
     """Folder of tokenised corpora and sample indices, shared by runs and built once under a lock."""
     vocab_size: int = key()
@@ -317,7 +343,7 @@ class Optimizer:
     min_lr: float = key(resume="warn")
     """Learning rate at the end of the decay."""
     weight_decay: float = key(resume="warn")
-    """Decoupled weight decay; norms and biases have none."""
+    """Decoupled weight decay, of the first step where it has a schedule; norms and biases have none."""
     adam_beta1: float = key(resume="warn")
     """Decay of the first moment."""
     adam_beta2: float = key(resume="warn")
@@ -338,16 +364,29 @@ class Optimizer:
 
 @dataclass(kw_only=True, slots=True)
 class Schedule:
-    """How long, how fast, and when to evaluate. All counts are optimizer steps."""
+    """How long, how fast, and when to evaluate. All counts but one are optimizer steps."""
 
     train_iters: int = key(resume="free")
     """Optimizer steps of the whole run, counted from step 0 of the first attempt."""
-    lr_warmup_iters: int = key(resume="warn")
-    """Linear warm-up: update k (from 1) uses lr * k / lr_warmup_iters, so the first update already moves."""
+    lr_warmup_iters: int | None = key(resume="warn")
+    """Linear warm-up: update k (from 1) uses lr * k / lr_warmup_iters, so the first update already moves; 0 for none.
+    Exactly one of this, `lr_warmup_samples` and `lr_warmup_fraction` is given, the others are null."""
+    lr_warmup_samples: int | None = key(resume="warn")
+    """Warm-up in samples: an update uses lr * (samples consumed, its own included) / lr_warmup_samples."""
+    lr_warmup_fraction: float | None = key(resume="warn")
+    """Warm-up as a share of the decay's length (`lr_decay_iters`), rounded to whole steps."""
     lr_decay_style: LrDecayStyle = key(resume="warn")
     """Curve after the warm-up."""
     lr_decay_iters: int | None = key(resume="warn")
-    """Step at which `optimizer.min_lr` is reached; null for `train_iters`."""
+    """Step at which `optimizer.min_lr` is reached, to stay there; null for `train_iters`."""
+    lr_wsd_decay_iters: int | None = key(resume="warn")
+    """WSD: steps of the fall, the last ones before `lr_decay_iters`; null with other styles."""
+    lr_wsd_decay_style: LrWsdDecayStyle = key(resume="warn")
+    """WSD: how the learning rate falls."""
+    end_weight_decay: float | None = key(resume="warn")
+    """Weight decay of step `train_iters`; null for `optimizer.weight_decay` always."""
+    weight_decay_incr_style: WeightDecayIncrStyle = key(resume="warn")
+    """Curve from `optimizer.weight_decay` to `end_weight_decay`; they may also fall."""
     eval_interval: int = key(resume="free")
     """Evaluate every this many steps and at the end; 0 never evaluates."""
     eval_iters: int = key(resume="free")

@@ -7,16 +7,17 @@ state either, and torch keeps them in order, so the number of workers changes no
 """
 
 import ctypes
-import functools
 import itertools
 import os
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from functools import partial
 from typing import cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from shardwright.data.batch_size import BatchSizes
 from shardwright.data.sampler import DataPosition, micro_batches, samples_needed, step_samples
 from shardwright.data.stream import Sample, Stream
 
@@ -31,7 +32,7 @@ def batches(
     stream: Stream,
     position: DataPosition,
     *,
-    global_batch_size: int,
+    batch_sizes: BatchSizes,
     micro_batch_size: int,
     dp_rank: int,
     dp_size: int,
@@ -45,23 +46,24 @@ def batches(
     Args:
         stream: long enough for all steps (`sampler.samples_needed`).
         position: where the first step starts.
-        global_batch_size, micro_batch_size: samples of a step over all ranks, of one forward pass.
+        batch_sizes: samples of each step over all ranks.
+        micro_batch_size: samples of one forward pass.
         dp_rank, dp_size: this rank's place on the data-parallel axis; ranks of one place (TP, PP) load the same.
         num_workers: loader processes; 0 loads in this one.
         num_steps: steps until the iterator ends.
 
     Returns:
-        An iterator of steps, each `global_batch_size / (micro_batch_size * dp_size)` micro-batches on the CPU (pinned
-        where CUDA is present).
+        An iterator of steps, each a list of `batch size / (micro_batch_size * dp_size)` micro-batches on the CPU
+        (pinned where CUDA is present).
     """
-    assert samples_needed(position, global_batch_size, num_steps) <= len(stream), "the stream is too short"
-    per_step = global_batch_size // (micro_batch_size * dp_size)
+    assert samples_needed(position, batch_sizes, num_steps) <= len(stream), "the stream is too short"
+    sizes = partial(batch_sizes.steps, position.consumed_samples, num_steps)
 
     def indices() -> Iterator[list[int]]:
         place = position
-        for _ in range(num_steps):
-            yield from micro_batches(step_samples(place, global_batch_size), micro_batch_size, dp_rank, dp_size)
-            place = place.consume(global_batch_size)
+        for size in sizes():
+            yield from micro_batches(step_samples(place, size), micro_batch_size, dp_rank, dp_size)
+            place = place.consume(size)
 
     loader = DataLoader(
         cast("Dataset[Sample]", stream),
@@ -71,17 +73,17 @@ def batches(
         pin_memory=torch.cuda.is_available(),
         generator=torch.Generator(),
         multiprocessing_context="fork" if num_workers else None,
-        worker_init_fn=functools.partial(_start_worker, os.getpid()),
+        worker_init_fn=partial(_start_worker, os.getpid()),
     )
-    return _steps(loader, per_step)
+    return _steps(loader, (size // (micro_batch_size * dp_size) for size in sizes()))
 
 
-def _steps(loader: "DataLoader[Sample]", per_step: int) -> Generator[list[Batch], None, None]:
+def _steps(loader: "DataLoader[Sample]", num_microbatches: Iterable[int]) -> Generator[list[Batch], None, None]:
     """Group micro-batches into steps."""
     loaded = iter(loader)
     try:
-        while step := list(itertools.islice(loaded, per_step)):
-            yield step
+        for number in num_microbatches:
+            yield list(itertools.islice(loaded, number))
     finally:
         del loaded  # its last reference: torch ends the workers
 

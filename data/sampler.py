@@ -1,13 +1,15 @@
 """Which samples a step consumes: pure functions of the data position, the same for every layout.
 
 The stream is the endless sequence 0, 1, 2, ... of sample indices. A run's place in it is `DataPosition`: how many
-samples it consumed, and which ranges it passes over. Nothing else is needed to resume: a step takes the next
-`global_batch_size` indices, whatever the number of ranks, and the ranks share them out. So a run that resumes with
+samples it consumed, and which ranges it passes over. Nothing else is needed to resume: a step takes as many of the next
+indices as its batch size says, whatever the number of ranks, and the ranks share them out. So a run that resumes with
 another data-parallel size or batch size neither repeats nor misses a sample.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+from shardwright.data.batch_size import BatchSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +57,15 @@ class DataPosition:
         return replace(self, skipped=(*earlier, (first, end)))
 
 
-def step_samples(position: DataPosition, global_batch_size: int) -> list[int]:
+def step_samples(position: DataPosition, batch_size: int) -> list[int]:
     """Stream indices of the samples that the next step consumes, in order."""
-    return [position.stream_index(offset) for offset in range(global_batch_size)]
+    return [position.stream_index(offset) for offset in range(batch_size)]
 
 
-def samples_needed(position: DataPosition, global_batch_size: int, num_steps: int) -> int:
+def samples_needed(position: DataPosition, batch_sizes: BatchSizes, num_steps: int) -> int:
     """Length of a stream that `num_steps` more steps can be taken from."""
-    num_samples = global_batch_size * num_steps
+    consumed = position.consumed_samples
+    num_samples = batch_sizes.consumed_after(num_steps, consumed) - consumed
     return position.stream_index(num_samples - 1) + 1 if num_samples else 0
 
 

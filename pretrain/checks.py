@@ -14,7 +14,7 @@ from shardwright.conf.compose import shown
 from shardwright.conf.problems import Problem
 from shardwright.conf.schema import Config, DataSource, Device, DType, PositionEmbedding, Recompute, StateDType
 from shardwright.parallel.layout import Layout
-from shardwright.pretrain import checks_fp8, plan, requirements
+from shardwright.pretrain import checks_fp8, checks_schedule, plan, requirements
 from shardwright.pretrain import machine as machines
 from shardwright.pretrain.machine import Machine
 from shardwright.pretrain.ranges import divisors, multiples, nearest, numbers_in_range, rest, value_of
@@ -107,18 +107,6 @@ def gathering_needs_overlapped_reduction(config: Config) -> Iterator[Problem]:
         yield Problem(key="parallel.overlap_param_gather", value="true", rule=rule, remedy=remedy)
 
 
-def batch_splits_evenly(config: Config) -> Iterator[Problem]:
-    data, tp, pp = config.data, config.parallel.tp, config.parallel.pp
-    if min(data.micro_batch_size, tp, pp, config.world_size) < 1 or config.world_size % (tp * pp):
-        return
-    dp_size = plan.layout(config).dp
-    at_once, key = data.micro_batch_size * dp_size, "data.global_batch_size"
-    if rest(data.global_batch_size, at_once):
-        rule = f"is no multiple of data.micro_batch_size * data-parallel ranks = {data.micro_batch_size} * {dp_size}"
-        remedy = multiples(key, data.global_batch_size, at_once)
-        yield Problem(key=key, value=data.global_batch_size, rule=rule, remedy=remedy)
-
-
 def positions_cover_the_sequence(config: Config) -> Iterator[Problem]:
     longest, seq_length = config.model.max_position_embeddings, config.data.seq_length
     if seq_length > longest:
@@ -158,23 +146,6 @@ def split_is_three_shares(config: Config) -> Iterator[Problem]:
     if rule:
         remedy = "data.split=[98,1,1] works" + (", or schedule.eval_iters=0" if "evaluate" in rule else "")
         yield Problem(key="data.split", value=shown(split), rule=rule, remedy=remedy)
-
-
-def learning_rate_falls(config: Config) -> Iterator[Problem]:
-    lr, min_lr = config.optimizer.lr, config.optimizer.min_lr
-    if min_lr > lr:
-        rule, remedy = f"is above optimizer.lr={lr}", f"optimizer.min_lr={lr} works"
-        yield Problem(key="optimizer.min_lr", value=min_lr, rule=rule, remedy=remedy)
-
-
-def warmup_ends_in_time(config: Config) -> Iterator[Problem]:
-    schedule, key = config.schedule, "schedule.lr_warmup_iters"
-    warmup = schedule.lr_warmup_iters
-    for limit_key in ("schedule.train_iters", "schedule.lr_decay_iters"):
-        limit = value_of(config, limit_key)
-        if limit is not None and 1 <= limit < warmup:
-            remedy = f"{key}={limit} or {limit_key}={warmup} works"
-            yield Problem(key=key, value=warmup, rule=f"is more than {limit_key}={limit}", remedy=remedy)
 
 
 def recomputation_says_what(config: Config) -> Iterator[Problem]:
@@ -222,13 +193,18 @@ CONFIG_RULES = (
     sequence_parallelism_needs_ranks,
     stages_hold_equal_layers,
     gathering_needs_overlapped_reduction,
-    batch_splits_evenly,
+    checks_schedule.batch_splits_evenly,
+    checks_schedule.ramp_reaches_the_batch,
+    checks_schedule.ramp_splits_evenly,
     positions_cover_the_sequence,
     rotary_channels_come_in_pairs,
     tokens_fit_the_vocabulary,
     split_is_three_shares,
-    learning_rate_falls,
-    warmup_ends_in_time,
+    checks_schedule.learning_rate_falls,
+    checks_schedule.warmup_is_given_once,
+    checks_schedule.warmup_ends_in_time,
+    checks_schedule.wsd_has_its_decay,
+    checks_schedule.weight_decay_has_an_end,
     recomputation_says_what,
     optimizer_states_have_their_kernel,
     checks_fp8.one_narrow_format,

@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 
 from shardwright.conf import compose
 from shardwright.conf.problems import Problem, RefusedError, refuse
@@ -77,6 +78,10 @@ def plan(options: argparse.Namespace) -> int:
     except RefusedError as error:
         raise compose.complete(error, options.overrides, checks.config_problems) from None
     refuse(checks.config_problems(config))
+    if options.plot:
+        from shardwright.pretrain import plot
+
+        plot.write(config, Path(options.plot))
     _print_plan(config, as_json=options.json)
     return 0
 
@@ -166,6 +171,7 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
 def _plan_options(parser: argparse.ArgumentParser) -> None:
     _config_options(parser)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON, with every rank's place")
+    parser.add_argument("--plot", metavar="FILE.html", help="draw learning rate, weight decay and batch size")
     parser.epilog = _overrides_help(
         {
             "16 nodes of 8 H200": "shardwright plan model=llama3_8b cluster=dgx_h200 cluster.nodes=16 "

@@ -5,10 +5,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shardwright.data.batch_size import BatchSizes
 from shardwright.data.source import Source
 from shardwright.parallel.mcore.engine import Engine
 from shardwright.pretrain.plan import Plan
 from shardwright.pretrain.rank import RankContext
+from shardwright.pretrain.trainer_state import TrainerState
 
 _MODEL_FIELDS = (
     "num_layers",
@@ -35,11 +37,13 @@ def rank_map(plan: Plan, engine: Engine) -> list[list[Any]]:
 
 
 def describe(
-    context: RankContext, plan: Plan, engine: Engine, source: Source, ranks: list[list[Any]], step: int
+    context: RankContext, plan: Plan, engine: Engine, source: Source, ranks: list[list[Any]], state: TrainerState
 ) -> dict[str, Any]:
-    """Data of the `start` event of a run that starts at `step`."""
+    """Data of the `start` event of a run that starts at `state`."""
     config, layout, batch = plan.config, plan.layout, plan.batch
-    precision = config.precision
+    precision, ramp = config.precision, config.data.rampup_batch_size
+    consumed, steps_left = state.position.consumed_samples, max(0, config.schedule.train_iters - state.step)
+    samples_left = BatchSizes.of(config.data).consumed_after(steps_left, consumed) - consumed
     fp8 = {} if precision.fp8 is None else {"fp8": precision.fp8.value, "fp8_recipe": precision.fp8_recipe.value}
     return {
         "run": {"name": config.run.name, "dir": str(context.folder.path), "attempt": context.attempt.number},
@@ -67,8 +71,10 @@ def describe(
             "micro_batch_size": batch.micro_batch_size,
             "num_microbatches": batch.num_microbatches,
             "global_batch_size": batch.global_batch_size,
+            **({} if ramp is None else {"rampup_batch_size": ramp}),
         },
         "train_iters": config.schedule.train_iters,
-        "first_step": step,
+        "first_step": state.step,
         "tokens_per_step": batch.tokens_per_step,
+        "tokens_left": samples_left * config.data.seq_length,
     }

@@ -19,7 +19,7 @@ from shardwright.pretrain import checkpoint
 from shardwright.pretrain.faults import TrainingFault
 from shardwright.pretrain.plan import Plan, peak_flops
 from shardwright.pretrain.rank import RankContext
-from shardwright.pretrain.schedule import learning_rate
+from shardwright.pretrain.schedule import Update, next_update
 from shardwright.pretrain.trainer_state import TrainerState
 
 
@@ -46,13 +46,11 @@ class Loop:
         config, schedule = self.context.config, self.context.config.schedule
         saved_step, stopped = state.step, False
         while state.step < schedule.train_iters and not stopped:
-            started, update = time.monotonic(), state.step + 1
-            lr = learning_rate(update, schedule, config.optimizer)
-            result = self.engine.train_step(next(self.training_batches), lr, config.optimizer.weight_decay)
-            finite = self._judge(result, update)
-            batch_size = self.plan.batch.global_batch_size
-            state = state.after_step(batch_size, result.num_tokens, updated=result.updated, finite=finite)
-            self._report(state, result, lr, time.monotonic() - started)
+            started, update = time.monotonic(), next_update(state.step, state.position.consumed_samples, config)
+            result = self.engine.train_step(next(self.training_batches), update.learning_rate, update.weight_decay)
+            finite = self._judge(result, update.number)
+            state = state.after_step(update.batch_size, result.num_tokens, updated=result.updated, finite=finite)
+            self._report(state, result, update, time.monotonic() - started)
             stopped = self._any_rank_wants_to_stop()
             last = state.step == schedule.train_iters or stopped
             if self.evaluation_batches and self._due(schedule.eval_interval, state.step, last and not stopped):
@@ -110,16 +108,18 @@ class Loop:
             events=self.context.events,
         )
 
-    def _report(self, state: TrainerState, result: StepResult, lr: float, seconds: float) -> None:
+    def _report(self, state: TrainerState, result: StepResult, update: Update, seconds: float) -> None:
         if self.context.metrics is None:
             return
-        tokens_per_second = self.plan.batch.tokens_per_step / seconds
+        tokens_per_second = update.batch_size * self.context.config.data.seq_length / seconds
         rank_flops = tokens_per_second * self.plan.flops_per_token / self.plan.layout.world_size
         peak = peak_flops(self.engine.device_name)
         row: dict[str, Any] = {
             "step": state.step,
             "loss": result.loss,
-            "lr": lr,
+            "lr": update.learning_rate,
+            "weight_decay": update.weight_decay,
+            "batch_size": update.batch_size,
             "grad_norm": result.grad_norm,
             "loss_scale": result.loss_scale,
             "tokens": state.trained_tokens,

@@ -15,6 +15,7 @@ from typing import Any
 
 from shardwright.conf.compose import shown
 from shardwright.conf.schema import Config, Model, Normalization, PositionEmbedding
+from shardwright.data.batch_size import BatchSizes
 from shardwright.parallel.layout import Layout
 
 _PEAK_FLOPS = {
@@ -32,7 +33,10 @@ HGX B200, GB200."""
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """How one optimizer step is cut. All counts are samples but the last, which is tokens of the whole world."""
+    """How one optimizer step is cut, with a ramp of the batch size at its end.
+
+    All counts are samples but the last, which is tokens of the whole world.
+    """
 
     global_batch_size: int
     micro_batch_size: int
@@ -78,6 +82,8 @@ class Plan:
     parameters_per_rank: tuple[int, ...]
     """Of one rank of each pipeline stage, first stage first."""
     flops_per_token: float
+    train_samples: int
+    """Samples of the whole run."""
     train_tokens: int
     """Tokens of the whole run."""
 
@@ -89,18 +95,19 @@ class Plan:
 
 def make_plan(config: Config) -> Plan:
     """The plan of a configuration that `checks.config_problems` has passed."""
-    model, steps = config.model, batch(config)
+    model, samples = config.model, BatchSizes.of(config.data).consumed_after(config.schedule.train_iters)
     return Plan(
         config=config,
         layout=layout(config),
-        batch=steps,
+        batch=batch(config),
         padded_vocab_size=padded_vocab_size(model),
         parameters=count_parameters(model),
         parameters_per_rank=tuple(
             stage.per_rank(config.parallel.tp) for stage in stage_weights(model, config.parallel.pp)
         ),
         flops_per_token=flops_per_token(model, config.data.seq_length),
-        train_tokens=steps.tokens_per_step * config.schedule.train_iters,
+        train_samples=samples,
+        train_tokens=samples * config.data.seq_length,
     )
 
 
@@ -194,7 +201,13 @@ def as_json(plan: Plan) -> dict[str, Any]:
                 for place in [places.coordinates(rank)]
             ],
         },
-        "batch": asdict(plan.batch) | {"train_tokens": plan.train_tokens, "train_flops": plan.train_flops},
+        "batch": asdict(plan.batch)
+        | {
+            "rampup_batch_size": config.data.rampup_batch_size,
+            "train_samples": plan.train_samples,
+            "train_tokens": plan.train_tokens,
+            "train_flops": plan.train_flops,
+        },
         "precision": {"dtype": shown(config.precision.dtype), "fp8": fp8_name(config)},
     }
 

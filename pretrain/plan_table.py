@@ -9,6 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwright.conf.compose import shown
+from shardwright.conf.schema import Config
+from shardwright.data.batch_size import BatchSizes
 from shardwright.parallel.layout import Coordinates
 from shardwright.pretrain import plan
 from shardwright.pretrain.plan import Plan
@@ -77,7 +79,9 @@ def _model(planned: Plan) -> dict[str, str]:
 
 def _batch(planned: Plan) -> dict[str, str]:
     steps, schedule = planned.batch, planned.config.schedule
+    ramp = _ramp(planned.config)
     return {
+        **({"ramp": ramp} if ramp else {}),
         "global batch": f"{steps.global_batch_size} samples = {steps.num_microbatches} micro-batches "
         f"x {steps.micro_batch_size} x {steps.dp_size} data-parallel ranks",
         "one step": f"{steps.tokens_per_step:,} tokens in sequences of {planned.config.data.seq_length:,}, "
@@ -85,6 +89,15 @@ def _batch(planned: Plan) -> dict[str, str]:
         "the run": f"{schedule.train_iters:,} steps, {count(planned.train_tokens)} tokens, "
         f"{flops(planned.train_flops)}",
     }
+
+
+def _ramp(config: Config) -> str:
+    """How the batch size grows; empty where it does not."""
+    if config.data.rampup_batch_size is None:
+        return ""
+    start, increment, samples = config.data.rampup_batch_size
+    steps = BatchSizes.of(config.data).steps_to(samples)
+    return f"from {start} by {increment} over the first {samples:,} samples ({steps:,} steps), then"
 
 
 def _precision(planned: Plan) -> dict[str, str]:

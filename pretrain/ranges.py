@@ -33,7 +33,7 @@ RANGES = (
             "parallel": "tp pp",
             "precision": "fp8_amax_history_len loss_scale_window hysteresis",
             "data": "seq_length micro_batch_size global_batch_size vocab_size",
-            "schedule": "train_iters lr_decay_iters",
+            "schedule": "train_iters lr_decay_iters lr_wsd_decay_iters",
             "checkpoint": "keep_last",
             "resilience": "distributed_timeout_seconds",
             "telemetry": "log_interval",
@@ -48,7 +48,7 @@ RANGES = (
             "precision": "fp8_margin",
             "data": "num_workers",
             "optimizer": "min_lr weight_decay clip_grad",
-            "schedule": "lr_warmup_iters eval_interval eval_iters",
+            "schedule": "lr_warmup_iters lr_warmup_samples end_weight_decay eval_interval eval_iters",
             "checkpoint": "save_interval load_step",
         },
     ),
@@ -66,7 +66,11 @@ RANGES = (
         "must be at least 0 and below 1",
         lambda number: 0 <= number < 1,
         "0",
-        {"model": "hidden_dropout attention_dropout", "optimizer": "adam_beta1 adam_beta2"},
+        {
+            "model": "hidden_dropout attention_dropout",
+            "optimizer": "adam_beta1 adam_beta2",
+            "schedule": "lr_warmup_fraction",
+        },
     ),
 )
 

@@ -36,6 +36,9 @@ REQUIREMENTS = {
         "2.20",
         "in the checkout: pip install --no-build-isolation -c constraints.txt -e '.[te]'",
     ),
+    "plotly": Requirement(
+        "plotly", ("plotly",), "6", "in the checkout: pip install -c constraints.txt -e '.[telemetry]'"
+    ),
 }
 """Feature -> what it needs."""
 

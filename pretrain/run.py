@@ -11,6 +11,7 @@ from functools import partial
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from shardwright.data.batch_size import BatchSizes
 from shardwright.data.loader import batches
 from shardwright.data.sampler import DataPosition, samples_needed
 from shardwright.data.source import Source
@@ -44,20 +45,20 @@ def run_rank(context: RankContext) -> int:
     state = TrainerState() if context.load is None else TrainerState.read(context.load)
     source = Source(config.data, seed=config.run.seed, build_epoch=gpt_epoch)
     state = state.on_data(source.identity)
-    batch_size, eval_steps = config.data.global_batch_size, config.schedule.eval_iters
+    batch_sizes, eval_steps = BatchSizes.of(config.data), config.schedule.eval_iters
     num_steps = max(0, config.schedule.train_iters - state.step)
     share = partial(
         batches,
-        global_batch_size=batch_size,
         micro_batch_size=config.data.micro_batch_size,
         dp_rank=plan.layout.coordinates(env.rank).dp,
         dp_size=plan.layout.dp,
     )
-    training = source.stream("train", samples_needed(state.position, batch_size, num_steps))
+    training = source.stream("train", samples_needed(state.position, batch_sizes, num_steps))
     evaluation = None
     if config.schedule.eval_interval and eval_steps:
-        validation = source.stream("validation", eval_steps * batch_size)
-        evaluation = partial(share, validation, DataPosition(), num_workers=0, num_steps=eval_steps)
+        full = BatchSizes.constant(config.data.global_batch_size)
+        validation = source.stream("validation", samples_needed(DataPosition(), full, eval_steps))
+        evaluation = partial(share, validation, DataPosition(), batch_sizes=full, num_workers=0, num_steps=eval_steps)
 
     context.phase("connecting ranks")
     timeout_seconds = config.resilience.distributed_timeout_seconds
@@ -73,12 +74,18 @@ def run_rank(context: RankContext) -> int:
     ranks = rank_map(plan, engine)
     if env.rank == 0:
         _forget_later_steps(context, state.step)
-        context.events.write("start", state.step, **describe(context, plan, engine, source, ranks, state.step))
+        context.events.write("start", state.step, **describe(context, plan, engine, source, ranks, state))
     loop = Loop(
         context=context,
         plan=plan,
         engine=engine,
-        training_batches=share(training, state.position, num_workers=config.data.num_workers, num_steps=num_steps),
+        training_batches=share(
+            training,
+            state.position,
+            batch_sizes=batch_sizes,
+            num_workers=config.data.num_workers,
+            num_steps=num_steps,
+        ),
         evaluation_batches=evaluation,
     )
     outcome, state = loop.train(state)

@@ -17,7 +17,7 @@ from shardwright.conf.compose import override
 Facts = list[tuple[str, str]]
 
 _NUMBER = re.compile(r"-|[\d.]+[kMBT]?")
-_BATCH_FIELDS = ("seq_length", "micro_batch_size", "num_microbatches", "global_batch_size")
+_BATCH_FIELDS = ("seq_length", "micro_batch_size", "num_microbatches", "global_batch_size", "rampup_batch_size")
 _MAP_LINES = 16
 """Lines of the rank map; a larger world is cut, its ranks follow the same order."""
 
@@ -176,6 +176,10 @@ def _data(data: Mapping[str, Any]) -> str:
 def _steps(data: Mapping[str, Any]) -> str:
     if "train_iters" not in data:
         return ""
-    first, last, tokens = data.get("first_step", 0), data["train_iters"], data.get("tokens_per_step")
+    first, last = data.get("first_step", 0), data["train_iters"]
+    each, left = data.get("tokens_per_step"), data.get("tokens_left")
     text = f"{first} to {last}"
-    return f"{text}, {tokens:,} tokens each, {count(tokens * (last - first))} tokens in all" if tokens else text
+    if each is None or left is None:
+        return text
+    up_to = "up to " if left < each * (last - first) else ""
+    return f"{text}, {up_to}{each:,} tokens each, {count(left)} tokens in all"

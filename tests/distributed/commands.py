@@ -182,9 +182,8 @@ def steps(run_dir: Path) -> list[int]:
 
 def trajectory(run_dir: Path) -> list[tuple[Any, ...]]:
     """What must not depend on how often a run was interrupted; floats in JSON round-trip exactly."""
-    return [
-        tuple(row[name] for name in ("step", "loss", "grad_norm", "lr", "consumed_samples")) for row in rows(run_dir)
-    ]
+    names = ("step", "loss", "grad_norm", "lr", "weight_decay", "batch_size", "consumed_samples")
+    return [tuple(row[name] for name in names) for row in rows(run_dir)]
 
 
 def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:

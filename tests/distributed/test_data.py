@@ -14,6 +14,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from shardwright.conf.problems import RefusedError
 from shardwright.conf.schema import Data, DataSource
+from shardwright.data.batch_size import BatchSizes
 from shardwright.data.corpus import Corpus, split_documents
 from shardwright.data.indexed import open_indexed, write_indexed
 from shardwright.data.loader import batches
@@ -72,7 +73,8 @@ def tokens_of(steps) -> list[list[int]]:
 
 
 def load(stream: Stream, position: DataPosition, num_steps: int, **changes):
-    layout = {"global_batch_size": 4, "micro_batch_size": 2, "dp_rank": 0, "dp_size": 1, "num_workers": 0} | changes
+    sizes = BatchSizes.constant(4)
+    layout = {"batch_sizes": sizes, "micro_batch_size": 2, "dp_rank": 0, "dp_size": 1, "num_workers": 0} | changes
     return batches(stream, position, num_steps=num_steps, **layout)
 
 
@@ -172,6 +174,7 @@ def test_the_stream_of_a_configuration_comes_from_its_corpus_or_from_nothing_but
         seq_length=SEQ_LENGTH,
         micro_batch_size=2,
         global_batch_size=4,
+        rampup_batch_size=None,
         cache_dir=str(tmp_path / "cache"),
         vocab_size=512,
         split=list(SPLIT),

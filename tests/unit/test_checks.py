@@ -39,6 +39,12 @@ def broken_here(machine: Machine, *overrides: str) -> list[Problem]:
         ],
         ["parallel.tp=4", "cluster.ranks=4"],  # two query groups for four ranks
         ["schedule.lr_warmup_iters=100"],
+        ["schedule.lr_warmup_iters=null", "schedule.lr_warmup_fraction=0.1"],
+        ["schedule.lr_warmup_iters=null", "schedule.lr_warmup_samples=800"],
+        *([f"schedule={style}"] for style in ("constant", "cosine", "linear", "wsd", "inverse_square_root")),
+        ["schedule=wsd", "schedule.lr_wsd_decay_iters=90"],
+        ["schedule.end_weight_decay=0.2", "schedule.weight_decay_incr_style=cosine"],
+        ["data.rampup_batch_size=[4,4,100]"],
         ["data.split=[1,0,0]", "schedule.eval_iters=0"],
         ["data.source=mock", "data.vocab_size=100"],
         ["optimizer.min_lr=0", "schedule.lr_decay_iters=1000"],
@@ -94,6 +100,44 @@ def test_a_sound_configuration_breaks_no_rule(overrides: list[str]) -> None:
         ("optimizer.min_lr=1", "optimizer.min_lr", "optimizer.min_lr=0.001 works"),
         ("schedule.lr_warmup_iters=101", "schedule.lr_warmup_iters", "lr_warmup_iters=100 or schedule.train_iters=101"),
         ("schedule.lr_decay_iters=5", "schedule.lr_warmup_iters", "lr_warmup_iters=5 or schedule.lr_decay_iters=10"),
+        ("schedule.lr_warmup_iters=null", "schedule.lr_warmup_iters", "schedule.lr_warmup_iters=0 works"),
+        (
+            "schedule.lr_warmup_samples=8",
+            "schedule.lr_warmup_samples",
+            "schedule.lr_warmup_iters=null or schedule.lr_warmup_samples=null works",
+        ),
+        (
+            "schedule.lr_warmup_iters=null schedule.lr_warmup_samples=801",
+            "schedule.lr_warmup_samples",
+            "lr_warmup_samples=800 or schedule.train_iters=101 works",
+        ),
+        (
+            "schedule.lr_warmup_iters=null schedule.lr_warmup_fraction=0.2 schedule.lr_decay_iters=1000",
+            "schedule.lr_warmup_fraction",
+            "is 200 steps, and that is more than schedule.train_iters=100; schedule.train_iters=200 works",
+        ),
+        ("schedule.lr_decay_style=WSD", "schedule.lr_wsd_decay_iters", "schedule.lr_wsd_decay_iters=20 works"),
+        ("schedule=wsd schedule.lr_wsd_decay_iters=91", "schedule.lr_wsd_decay_iters", "lr_wsd_decay_iters=90 works"),
+        (
+            "schedule.end_weight_decay=0.2",
+            "schedule.end_weight_decay",
+            "schedule.weight_decay_incr_style=linear or cosine, or schedule.end_weight_decay=null works",
+        ),
+        ("schedule.weight_decay_incr_style=linear", "schedule.end_weight_decay", "end_weight_decay=0.1 or"),
+        ("data.rampup_batch_size=[4,4]", "data.rampup_batch_size", "start, increment, samples"),
+        ("data.rampup_batch_size=[4,0,9]", "data.rampup_batch_size", "at least 1"),
+        ("data.rampup_batch_size=[8,4,9]", "data.rampup_batch_size", "data.rampup_batch_size=null works"),
+        (
+            "data.rampup_batch_size=[4,5,9] data.global_batch_size=16",
+            "data.rampup_batch_size",
+            "data.rampup_batch_size=[4,4,9] works",
+        ),
+        (
+            "cluster.ranks=4 data.micro_batch_size=1 data.rampup_batch_size=[2,2,24]",
+            "data.rampup_batch_size",
+            "2, 6: each is no multiple of data.micro_batch_size * data-parallel ranks = 1 * 4; "
+            "data.rampup_batch_size=[4,4,24] works",
+        ),
         ("run.name='' run.dir=x", "run.name", ""),
         ("run.dir=''", "run.dir", ""),
         ("precision=mxfp8 cluster.gpu=h200", "precision", "precision=bf16|fp8_delayed|fp8_current|fp8_blockwise works"),
@@ -153,12 +197,17 @@ def test_a_broken_rule_names_its_key_and_what_works(overrides: str, key: str, re
         ("precision.fp8_amax_history_len=0", "precision.fp8_amax_history_len=1 works"),
         ("schedule.eval_interval=-1", "schedule.eval_interval=0 works"),
         ("optimizer.lr=0", "must be above 0"),
+        ("data.global_batch_size=0 data.rampup_batch_size=[4,4,9]", "data.global_batch_size=1 works"),
+        ("schedule.lr_wsd_decay_iters=0 schedule.lr_decay_style=WSD", "schedule.lr_wsd_decay_iters=1 works"),
+        ("schedule.lr_warmup_fraction=1 schedule.lr_warmup_iters=null", "must be at least 0 and below 1"),
+        ("schedule.train_iters=0 schedule=wsd", "schedule.train_iters=1 works"),
         ("optimizer.adam_beta2=1", "must be at least 0 and below 1"),
         ("model.hidden_dropout=-0.1", "model.hidden_dropout=0 works"),
     ],
 )
 def test_a_number_out_of_range_is_refused_without_upsetting_other_rules(override: str, remedy: str) -> None:
-    found = broken(override)
+    found = broken(*override.split())
+    override = override.split()[0]
     assert override in str(found[0]) or float(str(found[0].value)) == float(override.partition("=")[2])
     assert remedy in str(found[0])
 
@@ -166,6 +215,11 @@ def test_a_number_out_of_range_is_refused_without_upsetting_other_rules(override
 def test_every_number_of_the_schema_has_a_range() -> None:
     numbers = {key for key, kind in schema_keys().items() if kind in (int, float, int | None, float | None)}
     assert set(ranged_keys()) == numbers
+
+
+def test_of_a_long_ramp_the_first_batch_sizes_that_do_not_work_are_named() -> None:
+    (problem,) = broken("data.rampup_batch_size=[1,1,24]", "data.global_batch_size=64")
+    assert "1, 2, 3, 5" in problem.rule and "21 and 32 more: each" in problem.rule
 
 
 def test_all_broken_rules_are_found_together() -> None:

@@ -39,6 +39,7 @@ def data(tmp_path, monkeypatch):
         seq_length=8,
         micro_batch_size=1,
         global_batch_size=1,
+        rampup_batch_size=None,
         cache_dir=str(tmp_path / "cache"),
         vocab_size=300,
         split=[60, 20, 20],

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwright.data.batch_size import BatchSizes
 from shardwright.data.sampler import DataPosition, micro_batches, samples_needed, step_samples
 
 phases = st.lists(
@@ -61,9 +62,10 @@ def test_micro_batches_stand_in_the_order_of_megatron_core():
 
 
 def test_a_stream_is_long_enough_when_the_last_step_still_fits():
-    assert samples_needed(DataPosition(), 8, 0) == 0
-    assert samples_needed(DataPosition(), 8, 3) == 24
-    assert samples_needed(DataPosition(16, ((4, 6), (20, 21))), 8, 1) == 27
+    eight = BatchSizes.constant(8)
+    assert samples_needed(DataPosition(), eight, 0) == 0
+    assert samples_needed(DataPosition(), eight, 3) == 24
+    assert samples_needed(DataPosition(16, ((4, 6), (20, 21))), eight, 1) == 27
 
 
 @pytest.mark.parametrize("skipped", [((3, 3),), ((5, 2),), ((0, 4), (2, 6)), ((6, 7), (1, 2)), ((-1, 2),)])

@@ -33,6 +33,7 @@ START: dict[str, Any] = {
     "train_iters": 30,
     "first_step": 0,
     "tokens_per_step": 2048,
+    "tokens_left": 30 * 2048,
 }
 
 

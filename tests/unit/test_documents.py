@@ -20,7 +20,7 @@ def commands() -> list[str]:
     """Overrides of every `train` and `plan` in a block of code."""
     blocks = [block for path in DOCUMENTS for block in re.findall(r"```\w*\n(.*?)```", path.read_text(), re.DOTALL)]
     text = "\n".join(blocks).replace("\\\n", " ")
-    return re.findall(r"shardwright (?:train|plan) ([^#\n]+)", text)
+    return re.findall(r"shardwright (?:train|plan) ([^#\n]+)", re.sub(r" --plot \S+", "", text))
 
 
 @pytest.mark.parametrize("command", commands())
