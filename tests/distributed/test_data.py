@@ -6,6 +6,7 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -74,7 +75,13 @@ def tokens_of(steps) -> list[list[int]]:
 
 def load(stream: Stream, position: DataPosition, num_steps: int, **changes):
     sizes = BatchSizes.constant(4)
-    layout = {"batch_sizes": sizes, "micro_batch_size": 2, "dp_rank": 0, "dp_size": 1, "num_workers": 0} | changes
+    layout: dict[str, Any] = {
+        "batch_sizes": sizes,
+        "micro_batch_size": 2,
+        "dp_rank": 0,
+        "dp_size": 1,
+        "num_workers": 0,
+    } | changes
     return batches(stream, position, num_steps=num_steps, **layout)
 
 

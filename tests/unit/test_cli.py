@@ -45,7 +45,7 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_lists_every_group_with_its_choices(capsys: pytest.CaptureFixture[str]) -> None:
     text = help_of(capsys, "train", "--help")
     for group, choices in compose.groups().items():
-        assert re.search(rf"^  {group} +{', '.join(choices)}$", text, re.MULTILINE)
+        assert re.search(rf"^  {group}\s+{r',\s+'.join(choices)}$", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize("command", ["train", "plan", "completion"])
