@@ -6,7 +6,6 @@ import signal
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy
 import pytest
@@ -74,15 +73,8 @@ def tokens_of(steps) -> list[list[int]]:
 
 
 def load(stream: Stream, position: DataPosition, num_steps: int, **changes):
-    sizes = BatchSizes.constant(4)
-    layout: dict[str, Any] = {
-        "batch_sizes": sizes,
-        "micro_batch_size": 2,
-        "dp_rank": 0,
-        "dp_size": 1,
-        "num_workers": 0,
-    } | changes
-    return batches(stream, position, num_steps=num_steps, **layout)
+    layout = {"micro_batch_size": 2, "dp_rank": 0, "dp_size": 1, "num_workers": 0} | changes
+    return batches(stream, position, batch_sizes=BatchSizes.constant(4), num_steps=num_steps, **layout)
 
 
 def is_running(pid: int) -> bool:
