@@ -45,13 +45,7 @@ class Loop:
         config, schedule = self.context.config, self.context.config.schedule
         saved_step, stopped = state.step, False
         while state.step < schedule.train_iters and not stopped:
-            started, update = time.monotonic(), state.step + 1
-            lr = learning_rate(update, schedule, config.optimizer)
-            result = self.engine.train_step(next(self.training_batches), lr, config.optimizer.weight_decay)
-            self._refuse_non_finite(result, update)
-            state = state.after_step(self.plan.batch.global_batch_size, result.num_tokens)
-            self._report(state, result, lr, time.monotonic() - started)
-            stopped = self._any_rank_wants_to_stop()
+            state, stopped = self.step(state)
             last = state.step == schedule.train_iters or stopped
             if self.evaluation_batches and self._due(schedule.eval_interval, state.step, last and not stopped):
                 self._evaluate(state, self.evaluation_batches())
@@ -60,6 +54,21 @@ class Loop:
                 saved_step = state.step
         assert saved_step == state.step, "the last step was not saved"
         return ("stopped" if state.step < schedule.train_iters else "done"), state
+
+    def step(self, state: TrainerState) -> tuple[TrainerState, bool]:
+        """One update, with all that belongs to every step and nothing that belongs to some.
+
+        Returns:
+            Where the run stands then, and whether a rank was asked to stop.
+        """
+        config = self.context.config
+        started, update = time.monotonic(), state.step + 1
+        lr = learning_rate(update, config.schedule, config.optimizer)
+        result = self.engine.train_step(next(self.training_batches), lr, config.optimizer.weight_decay)
+        self._refuse_non_finite(result, update)
+        state = state.after_step(self.plan.batch.global_batch_size, result.num_tokens)
+        self._report(state, result, lr, time.monotonic() - started)
+        return state, self._any_rank_wants_to_stop()
 
     @staticmethod
     def _due(interval: int, step: int, last: bool) -> bool:

@@ -1,4 +1,4 @@
-"""The yardstick of benchmarks does the engine's work: from one seed, over the same tokens, their losses are the same."""
+"""The yardstick of benchmarks does the engine's work: one seed and the same tokens give both the same losses."""
 
 import pytest
 import torch
@@ -33,9 +33,7 @@ def losses_of_both(rank: int, world: int, store: str, overrides: list[str]) -> t
     lr, weight_decay = config.optimizer.lr, config.optimizer.weight_decay
     ours = [engine.train_step(engines.share(engine, step), lr, weight_decay).loss for step in steps]
     groups.seed_everything(config.run.seed, engine.layout, rank)
-    step = bare_step(
-        config, engine.layout, engine.groups, engine.device, rank, plan.padded_vocab_size(config.model)
-    )
+    step = bare_step(config, engine.layout, engine.groups, engine.device, rank, plan.padded_vocab_size(config.model))
     sums = torch.stack([step(engines.share(engine, batch)) for batch in steps])
     dist.all_reduce(sums)  # tensor-parallel ranks repeat numerator and denominator alike
     return ours, (sums[:, 0] / sums[:, 1]).tolist()
