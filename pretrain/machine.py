@@ -75,10 +75,10 @@ def gpu_state(local_rank: int, environ: Mapping[str, str] = os.environ) -> dict[
     except pynvml.NVMLError:
         return state
     try:
-        handle = _visible(environ.get("CUDA_VISIBLE_DEVICES"), notes)[local_rank]
-        for name, (query, arguments, unit) in queries.items():
-            answer = _ask(query, notes, handle, *arguments)
-            state[name] = None if answer is None else answer * unit
+        for handle in _visible(environ.get("CUDA_VISIBLE_DEVICES"), notes)[local_rank : local_rank + 1]:
+            for name, (query, arguments, unit) in queries.items():
+                answer = _ask(query, notes, handle, *arguments)
+                state[name] = None if answer is None else answer * unit
     finally:
         pynvml.nvmlShutdown()
     return state

@@ -8,8 +8,8 @@ results=$2
 mkdir -p "$results"
 [ "$1" = - ] || source tests/gpu/bare_machine.sh "$1"
 failed=0
-for setting in ${SETTINGS:-bench_8b_16l bench_llama32_1b}; do
-  for precision in ${PRECISIONS:-bf16 fp8_delayed}; do
+for setting in ${SETTINGS-bench_8b_16l bench_llama32_1b}; do
+  for precision in ${PRECISIONS-bf16 fp8_delayed}; do
     echo "=== $setting $precision" >&2
     python3 -P -m shardwright.pretrain bench step "experiment=$setting" "precision=$precision" --against bare \
       --warmup "${WARMUP:-5}" --steps "${STEPS:-10}" --json ${OVERRIDES:-} > "$results/part" || { failed=1; continue; }
@@ -28,6 +28,7 @@ for path in sorted(Path(sys.argv[1]).glob("*.json")):
     ratio = found["ratio"]
     for each in found["measurements"]:
         gpu = (each["gpus"] or [{}])[0]
+        state = [gpu.get(name) for name in ("sm_clock_mhz", "temperature_celsius", "power_watts")]
         milliseconds = [f"{1000 * each[f'{name}_seconds']:.0f}" for name in ("median", "p10", "p90")]
         cells = [
             setting,
@@ -38,7 +39,7 @@ for path in sorted(Path(sys.argv[1]).glob("*.json")):
             "-" if each["mfu"] is None else f"{each['mfu']:.1%}",
             f"{milliseconds[0]} ({milliseconds[1]}-{milliseconds[2]})",
             f"{next(iter(each['memory'].values())) / 2**30:.1f}",
-            ", ".join(f"{gpu.get(name) or 0:.0f}" for name in ("sm_clock_mhz", "temperature_celsius", "power_watts")),
+            ", ".join("-" if value is None else f"{value:.0f}" for value in state),
             f"{ratio['overall']:.4f} ± {ratio['spread']:.4f}, losses {ratio['loss_difference']:.0e}",
         ]
         print("|", " | ".join(cells), "|")

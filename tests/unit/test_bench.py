@@ -1,6 +1,8 @@
 """What `bench step` makes of its measurements, and what it measures."""
 
 import json
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +109,52 @@ def test_no_ratio_is_claimed_of_one_loop(capsys: pytest.CaptureFixture[str]) -> 
     bench_report.show(PLANNED, [measured("ours", 1.0)], None)
     assert "bare" not in capsys.readouterr().out
     assert bench_report.as_json(PLANNED, Machine(), 0, [measured("ours", 1.0)], None)["ratio"] is None
+
+
+QUICKSTART = ["experiment=bench_quickstart", "parallel.tp=1", "parallel.sp=false", "cluster.ranks=1"]
+FAKE_RANK = """
+import json, pathlib, sys
+attempt = pathlib.Path(sys.argv[1])
+loop = json.loads((attempt / "launch.json").read_text())["loop"]
+seconds = {"ours": 1.25, "bare": 1.0}[loop]
+result = {"seconds": [9.0, seconds, seconds], "losses": [7.0] * 3, "device": "CPU", "memory": {"a": 1}, "gpus": None}
+(attempt / "result.json").write_text(json.dumps(result))
+"""
+
+
+@pytest.fixture
+def empty_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def run_with(rank: str, monkeypatch: pytest.MonkeyPatch, against: str | None = "bare") -> int:
+    monkeypatch.setattr(bench, "RANK_COMMAND", (sys.executable, "-P", "-c", rank))
+    return bench.bench_step(QUICKSTART, against=against, warmup=1, steps=2, as_json=True)
+
+
+def test_every_measurement_has_ranks_of_its_own_and_the_folder_goes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, empty_temporary_folder: Path
+) -> None:
+    assert run_with(FAKE_RANK, monkeypatch) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [each["loop"] for each in found["measurements"]] == ["ours", "bare", "bare", "ours"]
+    assert found["ratio"]["pairs"] == [0.8, 0.8]
+    assert list(empty_temporary_folder.iterdir()) == []
+
+
+def test_without_against_only_ours_is_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, empty_temporary_folder: Path
+) -> None:
+    assert run_with(FAKE_RANK, monkeypatch, against=None) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [each["loop"] for each in found["measurements"]] == ["ours"] and found["ratio"] is None
+
+
+def test_a_rank_that_fails_ends_the_benchmark_with_its_last_words(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, empty_temporary_folder: Path
+) -> None:
+    assert run_with("import sys; print('out of memory'); sys.exit(9)", monkeypatch) == 3
+    out, err = capsys.readouterr()
+    assert out == "" and "rank 0 failed: exit code 9" in err and "out of memory" in err
+    assert list(empty_temporary_folder.iterdir()) == []

@@ -121,3 +121,4 @@ def test_the_state_of_a_rank_s_gpu_is_read(nvml: Callable[..., None]) -> None:
         "temperature_celsius": None,
         "power_watts": 690.0,
     }
+    assert set(machine.gpu_state(7, {}).values()) == {None}, "NVML shows no such GPU"
