@@ -86,6 +86,19 @@ def plan(options: argparse.Namespace) -> int:
     return 0
 
 
+def bench(options: argparse.Namespace) -> int:
+    """Measure the speed of the training step."""
+    from shardwright.pretrain import bench
+
+    return bench.bench_step(
+        options.overrides,
+        against=options.against,
+        warmup=options.warmup,
+        steps=options.steps,
+        as_json=options.json,
+    )
+
+
 def completion(options: argparse.Namespace) -> int:
     """Print the completion script of a shell, or answer its query."""
     from shardwright.pretrain import completion
@@ -181,6 +194,32 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _bench_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", choices=["step"], help="the training step, on random tokens; starts its own ranks")
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="GROUP=CHOICE or section.key=value")
+    parser.add_argument(
+        "--against", choices=["bare"], help="compare with a bare megatron-core loop: ours, it, it, ours"
+    )
+    parser.add_argument("--warmup", type=_at_least(0), default=5, metavar="N", help="steps before, not timed (5)")
+    parser.add_argument("--steps", type=_at_least(1), default=20, metavar="N", help="timed steps (20)")
+    parser.add_argument("--json", action="store_true", help="print everything that was measured as JSON")
+    parser.epilog = _overrides_help(
+        {
+            "two ranks on two CPU cores": "shardwright bench step experiment=bench_quickstart --against bare",
+            "one H200": "shardwright bench step experiment=bench_8b_16l precision=fp8_delayed --against bare",
+        }
+    )
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text} is less than {least}")
+        return int(text)
+
+    return number
+
+
 def _config_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="GROUP=CHOICE or section.key=value")
     parser.add_argument("--cfg", choices=["job"], help="print the composed configuration and leave")
@@ -219,6 +258,7 @@ def _version() -> str:
 COMMANDS = {
     "train": Command("Train here: starts its own ranks, or is a rank of torchrun or srun.", _train_options, train),
     "plan": Command("Print layout, sizes and FLOPs of a configuration, on any machine.", _plan_options, plan),
+    "bench": Command("Measure the speed of the training step, also against bare megatron-core.", _bench_options, bench),
     "completion": Command("Print the completion script of a shell.", _completion_options, completion),
 }
 """All commands, in the order of `--help`."""

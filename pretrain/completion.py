@@ -17,6 +17,7 @@ from shardwright.conf.compose import CONFIG_FOLDER, CONFIG_NAME
 OPTIONS = {
     "train": ("--cfg", "--dry-run", "--help", "--multirun"),
     "plan": ("--cfg", "--help", "--json"),
+    "bench": ("--against", "--help", "--json", "--steps", "--warmup"),
     "completion": ("bash", "fish", "zsh"),
 }
 SCRIPTS = {
@@ -62,7 +63,9 @@ def complete(line: str, commands: Iterable[str]) -> list[str]:
     options = [option for option in OPTIONS.get(command, ()) if option.startswith(word)]
     if command == "completion" or (word.startswith("-") and options):
         return options
-    overrides = [earlier for earlier in before if not earlier.startswith("-") and earlier != "job"]
+    if command == "bench" and not before:
+        return ["step"] if "step".startswith(word) else []
+    overrides = [earlier for earlier in before if "=" in earlier and not earlier.startswith("-")]
     return _from_hydra([*overrides, word])
 
 

@@ -46,12 +46,7 @@ class Loop:
         config, schedule = self.context.config, self.context.config.schedule
         saved_step, stopped = state.step, False
         while state.step < schedule.train_iters and not stopped:
-            started, update = time.monotonic(), next_update(state.step, state.position.consumed_samples, config)
-            result = self.engine.train_step(next(self.training_batches), update.learning_rate, update.weight_decay)
-            finite = self._judge(result, update.number)
-            state = state.after_step(update.batch_size, result.num_tokens, updated=result.updated, finite=finite)
-            self._report(state, result, update, time.monotonic() - started)
-            stopped = self._any_rank_wants_to_stop()
+            state, stopped = self.step(state)
             last = state.step == schedule.train_iters or stopped
             if self.evaluation_batches and self._due(schedule.eval_interval, state.step, last and not stopped):
                 self._evaluate(state, self.evaluation_batches())
@@ -60,6 +55,20 @@ class Loop:
                 saved_step = state.step
         assert saved_step == state.step, "the last step was not saved"
         return ("stopped" if state.step < schedule.train_iters else "done"), state
+
+    def step(self, state: TrainerState) -> tuple[TrainerState, bool]:
+        """One update, with all that belongs to every step and nothing that belongs to some.
+
+        Returns:
+            Where the run stands then, and whether a rank was asked to stop.
+        """
+        config = self.context.config
+        started, update = time.monotonic(), next_update(state.step, state.position.consumed_samples, config)
+        result = self.engine.train_step(next(self.training_batches), update.learning_rate, update.weight_decay)
+        finite = self._judge(result, update.number)
+        state = state.after_step(update.batch_size, result.num_tokens, updated=result.updated, finite=finite)
+        self._report(state, result, update, time.monotonic() - started)
+        return state, self._any_rank_wants_to_stop()
 
     @staticmethod
     def _due(interval: int, step: int, last: bool) -> bool:

@@ -60,6 +60,30 @@ def detect(environ: Mapping[str, str] = os.environ) -> Machine:
         pynvml.nvmlShutdown()
 
 
+def gpu_state(local_rank: int, environ: Mapping[str, str] = os.environ) -> dict[str, float | None]:
+    """Clocks, temperature and power of the GPU that a local rank has, now; None where NVML does not say."""
+    notes: list[str] = []
+    queries: dict[str, tuple[Callable[..., Any], tuple[Any, ...], float]] = {
+        "sm_clock_mhz": (pynvml.nvmlDeviceGetClockInfo, (pynvml.NVML_CLOCK_SM,), 1),
+        "memory_clock_mhz": (pynvml.nvmlDeviceGetClockInfo, (pynvml.NVML_CLOCK_MEM,), 1),
+        "temperature_celsius": (pynvml.nvmlDeviceGetTemperature, (pynvml.NVML_TEMPERATURE_GPU,), 1),
+        "power_watts": (pynvml.nvmlDeviceGetPowerUsage, (), 1e-3),  # NVML counts milliwatts
+    }
+    state: dict[str, float | None] = dict.fromkeys(queries)
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return state
+    try:
+        for handle in _visible(environ.get("CUDA_VISIBLE_DEVICES"), notes)[local_rank : local_rank + 1]:
+            for name, (query, arguments, unit) in queries.items():
+                answer = _ask(query, notes, handle, *arguments)
+                state[name] = None if answer is None else answer * unit
+    finally:
+        pynvml.nvmlShutdown()
+    return state
+
+
 def device(config: Config, machine: Machine) -> str:
     """`cuda` or `cpu`: where the ranks of this machine compute."""
     if config.cluster.gpu is ConfiguredDevice.auto:

@@ -7,7 +7,9 @@ collectives: the exception leaves, `rank` writes it down and ends the process.
 import time
 from datetime import timedelta
 from functools import partial
+from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
@@ -15,12 +17,17 @@ from shardwright.data.batch_size import BatchSizes
 from shardwright.data.loader import batches
 from shardwright.data.sampler import DataPosition, samples_needed
 from shardwright.data.source import Source
+from shardwright.parallel.layout import Layout
 from shardwright.parallel.mcore import environment as mcore_environment
 from shardwright.pretrain import checkpoint_store
 from shardwright.pretrain.faults import STOPPED
 from shardwright.pretrain.plan import make_plan
 from shardwright.pretrain.rank import RankContext
 from shardwright.pretrain.trainer_state import TrainerState
+
+if TYPE_CHECKING:
+    from shardwright.parallel.mcore.groups import Groups
+    from shardwright.pretrain.loop import Loop
 
 
 def run_rank(context: RankContext) -> int:
@@ -29,12 +36,31 @@ def run_rank(context: RankContext) -> int:
     Returns:
         0 when the run is done, 75 when it was asked to stop and saved.
     """
-    started, env, config = time.monotonic(), context.environment, context.config
+    started, rank = time.monotonic(), context.environment.rank
+    loop, state = assemble(context)
+    outcome, state = loop.train(state)
+
+    # Everybody is done before anybody leaves. The groups are not destroyed: the process ends by os._exit, and NCCL
+    # takes nine seconds over a few groups.
+    dist.barrier(group=loop.engine.control_group)
+    code = STOPPED if outcome == "stopped" else 0
+    if rank == 0:
+        seconds = round(time.monotonic() - started, 3)
+        context.events.write("end", state.step, state=outcome, seconds=seconds, exit_code=code)
+    return code
+
+
+def assemble(context: RankContext) -> tuple["Loop", TrainerState]:
+    """Build all parts of a rank.
+
+    Returns:
+        The loop, and where it starts.
+    """
+    env, config = context.environment, context.config
     plan = make_plan(config)
 
     context.phase("importing megatron-core")
     device = mcore_environment.prepare(context.device, env.local_rank)
-    from shardwright.parallel.mcore import groups as process_groups
     from shardwright.parallel.mcore import shards
     from shardwright.parallel.mcore.datasets import gpt_epoch
     from shardwright.parallel.mcore.engine import Engine
@@ -60,10 +86,7 @@ def run_rank(context: RankContext) -> int:
         validation = source.stream("validation", samples_needed(DataPosition(), full, eval_steps))
         evaluation = partial(share, validation, DataPosition(), batch_sizes=full, num_workers=0, num_steps=eval_steps)
 
-    context.phase("connecting ranks")
-    timeout_seconds = config.resilience.distributed_timeout_seconds
-    groups = process_groups.start(plan.layout, device, env.rank, timeout_seconds, _store(context, timeout_seconds))
-    process_groups.seed_everything(config.run.seed, plan.layout, env.rank)
+    groups = connect(context, plan.layout, device)
 
     context.phase("building the model")
     engine = Engine(config, plan.layout, groups, device, env.rank, plan.padded_vocab_size)
@@ -88,16 +111,18 @@ def run_rank(context: RankContext) -> int:
         ),
         evaluation_batches=evaluation,
     )
-    outcome, state = loop.train(state)
+    return loop, state
 
-    # Everybody is done before anybody leaves. The groups are not destroyed: the process ends by os._exit, and NCCL
-    # takes nine seconds over a few groups.
-    dist.barrier(group=groups.control)
-    code = STOPPED if outcome == "stopped" else 0
-    if env.rank == 0:
-        seconds = round(time.monotonic() - started, 3)
-        context.events.write("end", state.step, state=outcome, seconds=seconds, exit_code=code)
-    return code
+
+def connect(context: RankContext, layout: Layout, device: torch.device) -> "Groups":
+    """Meet the other ranks, build all process groups, and seed what draws random numbers; `prepare` came before."""
+    from shardwright.parallel.mcore import groups
+
+    context.phase("connecting ranks")
+    rank, timeout_seconds = context.environment.rank, context.config.resilience.distributed_timeout_seconds
+    connected = groups.start(layout, device, rank, timeout_seconds, _store(context, timeout_seconds))
+    groups.seed_everything(context.config.run.seed, layout, rank)
+    return connected
 
 
 def _store(context: RankContext, timeout_seconds: int) -> Store:

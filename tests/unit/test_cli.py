@@ -48,18 +48,18 @@ def test_help_lists_every_group_with_its_choices(capsys: pytest.CaptureFixture[s
         assert re.search(rf"^  {group}\s+{r',\s+'.join(choices)}$", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize("command", ["train", "plan", "completion"])
+@pytest.mark.parametrize("command", list(cli.COMMANDS))
 def test_help_is_readable_at_100_columns(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, help_of(capsys, command, "--help").splitlines())) <= 100
 
 
-@pytest.mark.parametrize("command", ["train", "plan"])
+@pytest.mark.parametrize("command", ["train", "plan", "bench"])
 def test_every_example_of_the_help_breaks_no_rule(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = re.sub(r"\n {6,}", " ", help_of(capsys, command, "--help"))
     examples = re.findall(rf"^  shardwright {command} (.*)$", text, re.MULTILINE)
     assert examples
     for example in examples:
-        overrides = [re.sub(r",.*", "", word) for word in shlex.split(example) if word != "-m"]
+        overrides = [re.sub(r",.*", "", word) for word in shlex.split(example) if "=" in word]
         assert checks.config_problems(compose.compose(overrides)) == []
 
 
@@ -121,6 +121,26 @@ def test_a_dry_run_judges_the_machine_too(capsys: pytest.CaptureFixture[str], mo
     printed(capsys, "plan", *overrides)
 
 
+def test_a_benchmark_is_judged_before_any_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    message = printed(capsys, "bench", "step", "experiment=bench_quickstart", "parallel.tp=3", exit_code=2)
+    assert message.startswith("refused:") and "parallel.tp=3" in message
+
+
+def test_a_benchmark_inside_of_torchrun_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**ranks, "MASTER_ADDR": "here", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    assert "torchrun" in printed(capsys, "bench", "step", "experiment=bench_quickstart", exit_code=2)
+
+
+def test_a_benchmark_of_no_step_is_refused() -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["bench", "step", "--steps=0"])
+    assert caught.value.code == 2
+
+
 def test_ctrl_c_leaves_no_traceback(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(overrides: object) -> None:
         raise KeyboardInterrupt
@@ -158,7 +178,7 @@ def completed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("shardwright ", ["train", "plan", "completion"]),
+        ("shardwright ", ["train", "plan", "bench", "completion"]),
         ("shardwright tr", ["train"]),
         ("shardwright train model=", [f"model={choice}" for choice in compose.groups()["model"]]),
         ("shardwright plan --json +model=llama3_8", ["+model=llama3_8b"]),
@@ -167,6 +187,9 @@ def completed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
         ("shardwright train experiment=quickstart parallel.tp=", ["parallel.tp=2"]),
         ("shardwright train --d", ["--dry-run"]),
         ("shardwright completion z", ["zsh"]),
+        ("shardwright bench ", ["step"]),
+        ("shardwright bench step --against bare experiment=bench_8", ["experiment=bench_8b_16l"]),
+        ("shardwright bench step --w", ["--warmup"]),
         ("shardwright train model=lama parallel.t", []),
     ],
 )

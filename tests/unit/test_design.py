@@ -29,6 +29,8 @@ TORCH_FREE = (
     "parallel/layout.py",
     "slurm/**/*.py",
     "pretrain/__main__.py",
+    "pretrain/bench.py",
+    "pretrain/bench_rank.py",
     "pretrain/checkpoint_store.py",
     "pretrain/checks.py",
     "pretrain/cli.py",

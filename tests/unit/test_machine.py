@@ -38,6 +38,9 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         "nvmlDeviceGetName": lambda handle: f"NVIDIA GPU {handle[-1]}",
         "nvmlDeviceGetCudaComputeCapability": lambda handle: (9, int(handle[-1])),
         "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(total=1024),
+        "nvmlDeviceGetClockInfo": lambda handle, kind: 1000 * int(handle[-1]) + kind,
+        "nvmlDeviceGetTemperature": lambda handle, sensor: 40 + int(handle[-1]),
+        "nvmlDeviceGetPowerUsage": lambda handle: 690_000,
     }
     for name, answer in answers.items():
         monkeypatch.setattr(pynvml, name, query(answer, name))
@@ -108,3 +111,14 @@ def test_a_package_is_looked_up_by_what_is_imported(monkeypatch: pytest.MonkeyPa
     assert requirements.version("transformer_engine") is None
     monkeypatch.setattr(util, "find_spec", lambda name: object())
     assert requirements.version("transformer_engine") == "9.9"
+
+
+def test_the_state_of_a_rank_s_gpu_is_read(nvml: Callable[..., None]) -> None:
+    nvml("nvmlDeviceGetTemperature")
+    assert machine.gpu_state(1, {"CUDA_VISIBLE_DEVICES": "0,2"}) == {
+        "sm_clock_mhz": 2000 + pynvml.NVML_CLOCK_SM,
+        "memory_clock_mhz": 2000 + pynvml.NVML_CLOCK_MEM,
+        "temperature_celsius": None,
+        "power_watts": 690.0,
+    }
+    assert set(machine.gpu_state(7, {}).values()) == {None}, "NVML shows no such GPU"

@@ -1,0 +1,167 @@
+"""What `bench step` measured, as numbers: statistics of one measurement, the ratio of two loops, JSON and a table.
+
+Speed is that of the median step, since single steps are disturbed by others and none is ever too fast; p10 and p90 say
+how much they differ.
+"""
+
+import dataclasses
+import math
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from shardwright.pretrain import plan, provenance
+from shardwright.pretrain.machine import Machine
+from shardwright.pretrain.plan import Plan
+from shardwright.pretrain.summary import count, size
+
+ORDER = ("ours", "bare", "bare", "ours")
+"""A B B A: what drifts evenly over the four measurements cancels in the ratio."""
+QUANTILES = {"median": 0.5, "p10": 0.1, "p90": 0.9}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speed:
+    """One measurement: the timed steps of one loop in its own processes."""
+
+    loop: str
+    """ours or bare."""
+    step_seconds: list[float]
+    """Of every timed step."""
+    warmup_seconds: list[float]
+    tokens_per_second: float
+    """Of all ranks; of the median step, as the following."""
+    tokens_per_second_per_gpu: float
+    tflops_per_gpu: float
+    """Causal, nothing added for recomputation."""
+    mfu: float | None
+    """Share of the device's dense BF16 peak, whatever the precision; None where that is not known."""
+    memory: dict[str, int]
+    """Peak of the rank that took most."""
+    gpus: list[dict[str, float | None]] | None
+    """Clocks, temperature and power of every GPU when the last step was done."""
+    losses: list[float]
+    """Of every step, the warm-up included."""
+
+    def quantile(self, share: float) -> float:
+        """The seconds below which `share` of the timed steps lie, linear between neighbours."""
+        ordered = sorted(self.step_seconds)
+        place = share * (len(ordered) - 1)
+        low, high = ordered[math.floor(place)], ordered[math.ceil(place)]
+        return low + (high - low) * (place - math.floor(place))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ratio:
+    """Tokens per second of ours over those of the bare loop."""
+
+    pairs: list[float]
+    """Of each measurement of ours and the neighbouring one of the bare loop."""
+    overall: float
+    """Geometric mean of the pairs."""
+    spread: float
+    """Largest distance of a pair from `overall`; a difference that is smaller says nothing."""
+    loss_difference: float
+    """Largest relative difference of two losses of the same step: whether both sides did the same work."""
+
+
+def speed_of(planned: Plan, loop: str, warmup: int, result: dict[str, Any]) -> Speed:
+    """The measurement that a rank's `result.json` amounts to."""
+    timed = result["seconds"][warmup:]
+    tokens_per_second = planned.batch.tokens_per_step / statistics.median(timed)
+    per_gpu = tokens_per_second / planned.layout.world_size
+    flops, peak = per_gpu * planned.flops_per_token, plan.peak_flops(result["device"])
+    return Speed(
+        loop=loop,
+        step_seconds=timed,
+        warmup_seconds=result["seconds"][:warmup],
+        tokens_per_second=tokens_per_second,
+        tokens_per_second_per_gpu=per_gpu,
+        tflops_per_gpu=flops / 1e12,
+        mfu=flops / peak if peak else None,
+        memory=result["memory"],
+        gpus=result["gpus"],
+        losses=result["losses"],
+    )
+
+
+def compare(speeds: Sequence[Speed]) -> Ratio:
+    """Ours against the bare loop, from measurements in the order of `ORDER`."""
+    assert tuple(speed.loop for speed in speeds) == ORDER
+    first, second, third, fourth = speeds
+    pairs = [ours.tokens_per_second / bare.tokens_per_second for ours, bare in ((first, second), (fourth, third))]
+    overall = statistics.geometric_mean(pairs)
+    return Ratio(
+        pairs=pairs,
+        overall=overall,
+        spread=max(abs(pair - overall) for pair in pairs),
+        loss_difference=max(abs(a - b) / abs(b) for a, b in zip(first.losses, second.losses, strict=True)),
+    )
+
+
+def as_json(planned: Plan, found: Machine, warmup: int, speeds: Sequence[Speed], ratio: Ratio | None) -> dict[str, Any]:
+    """All that was measured, and on what; plain JSON values."""
+    measured, gathered = plan.as_json(planned), provenance.gather(found)
+    git = gathered["git"]
+    return {
+        "time": gathered["time"],
+        "command": gathered["command"][1:],
+        "plan": {name: measured[name] for name in ("model", "layout", "batch", "precision")},
+        "warmup": warmup,
+        "steps": len(speeds[0].step_seconds),
+        "measurements": [
+            {
+                "loop": speed.loop,
+                **{f"{name}_seconds": speed.quantile(share) for name, share in QUANTILES.items()},
+                **dataclasses.asdict(speed),
+            }
+            for speed in speeds
+        ],
+        "ratio": dataclasses.asdict(ratio) if ratio else None,
+        "python": gathered["python"],
+        "packages": gathered["packages"],
+        "machine": gathered["machine"],
+        "git": git and {"sha": git["sha"], "dirty": git["dirty"]},
+    }
+
+
+def show(planned: Plan, speeds: Sequence[Speed], ratio: Ratio | None) -> None:
+    """Print a row per measurement, and the ratio below."""
+    layout, batch, precision = planned.layout, planned.batch, planned.config.precision
+    title = (
+        f"{count(planned.parameters)} parameters, {plan.fp8_name(planned.config) or precision.dtype.name}, "
+        f"{layout.world_size} ranks (TP {layout.tp}, PP {layout.pp}, DP {layout.dp}), "
+        f"{batch.num_microbatches} x {batch.micro_batch_size} x {planned.config.data.seq_length} tokens a rank"
+    )
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False)
+    table.add_column("loop")
+    for name in ("ms/step", "p10", "p90", "tokens/s", "tokens/s/GPU", "TFLOP/s/GPU", "MFU", "peak", "MHz", "°C", "W"):
+        table.add_column(name, justify="right")
+    for speed in speeds:
+        first = (speed.gpus or [{}])[0]
+        table.add_row(
+            speed.loop,
+            *(f"{1000 * speed.quantile(share):.1f}" for share in QUANTILES.values()),
+            f"{speed.tokens_per_second:,.0f}",
+            f"{speed.tokens_per_second_per_gpu:,.0f}",
+            f"{speed.tflops_per_gpu:.4g}",
+            "-" if speed.mfu is None else f"{speed.mfu:.1%}",
+            size(next(iter(speed.memory.values()))),
+            *(_whole(first.get(name)) for name in ("sm_clock_mhz", "temperature_celsius", "power_watts")),
+        )
+    console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+    console.print(table)
+    if ratio is not None:
+        pairs = ", ".join(f"{pair:.4f}" for pair in ratio.pairs)
+        console.print(f"\nours / bare: {ratio.overall:.4f} ± {ratio.spread:.4f} of tokens/s (pairs {pairs})")
+        console.print(f"losses of the same step differ by at most {ratio.loss_difference:.1e}")
+
+
+def _whole(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}"

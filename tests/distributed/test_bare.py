@@ -1,0 +1,47 @@
+"""The yardstick of benchmarks does the engine's work: one seed and the same tokens give both the same losses."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwright.parallel.mcore import groups
+from shardwright.parallel.mcore.bare import bare_step
+from shardwright.pretrain import plan
+
+from . import engines
+from .harness import RunRanks
+
+NUM_STEPS = 4
+UNMASKED = [64, 3, 20, 17]
+"""Unmasked tokens of the four samples: a mean over micro-batches would be another loss and another gradient."""
+RELATIVE = 1e-6
+"""Only the order of fp32 sums may differ."""
+
+LAYOUTS = {
+    "one rank": (1, []),
+    "data parallel": (2, []),
+    "tensor and sequence parallel": (2, ["parallel.tp=2", "parallel.sp=true"]),
+    "pipeline parallel": (2, ["parallel.pp=2"]),
+}
+
+
+def losses_of_both(rank: int, world: int, store: str, overrides: list[str]) -> tuple[list[float], list[float]]:
+    """Losses of the engine and of the bare loop, both in one rank, from the same seed."""
+    config = engines.config_of(overrides, world)
+    steps = [engines.random_step(number, unmasked=UNMASKED) for number in range(NUM_STEPS)]
+    engine = engines.engine_of(config, rank, store)
+    lr, weight_decay = config.optimizer.lr, config.optimizer.weight_decay
+    ours = [engine.train_step(engines.share(engine, step), lr, weight_decay).loss for step in steps]
+    groups.seed_everything(config.run.seed, engine.layout, rank)
+    step = bare_step(config, engine.layout, engine.groups, engine.device, rank, plan.padded_vocab_size(config.model))
+    sums = torch.stack([step(engines.share(engine, batch)) for batch in steps])
+    dist.all_reduce(sums)  # tensor-parallel ranks repeat numerator and denominator alike
+    return ours, (sums[:, 0] / sums[:, 1]).tolist()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_engine_and_bare_loop_have_the_same_losses(run_ranks: RunRanks, name: str) -> None:
+    world, overrides = LAYOUTS[name]
+    for ours, bare in run_ranks(losses_of_both, world, overrides):
+        assert ours == pytest.approx(bare, rel=RELATIVE)
+        assert len(set(ours)) == NUM_STEPS
