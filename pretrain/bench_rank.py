@@ -95,6 +95,7 @@ def _bare(context: RankContext) -> _Subject:
 
     config, env, plan = context.config, context.environment, make_plan(context.config)
     device = environment.prepare(context.device, env.local_rank)
+    from shardwright.data.batch_size import BatchSizes
     from shardwright.data.loader import batches
     from shardwright.data.sampler import DataPosition, samples_needed
     from shardwright.data.source import Source
@@ -103,11 +104,12 @@ def _bare(context: RankContext) -> _Subject:
     from shardwright.pretrain.run import connect
 
     position, batch, num_steps = DataPosition(), plan.batch, config.schedule.train_iters
+    sizes = BatchSizes.of(config.data)
     source = Source(config.data, seed=config.run.seed, build_epoch=gpt_epoch)
     loaded = batches(
-        source.stream("train", samples_needed(position, batch.global_batch_size, num_steps)),
+        source.stream("train", samples_needed(position, sizes, num_steps)),
         position,
-        global_batch_size=batch.global_batch_size,
+        batch_sizes=sizes,
         micro_batch_size=batch.micro_batch_size,
         dp_rank=plan.layout.coordinates(env.rank).dp,
         dp_size=plan.layout.dp,
