@@ -36,6 +36,12 @@ REQUIREMENTS = {
         "2.20",
         "in the checkout: pip install --no-build-isolation -c constraints.txt -e '.[te]'",
     ),
+    "sentencepiece": Requirement(
+        "sentencepiece",
+        ("sentencepiece",),
+        "0.2.1",
+        "in the checkout: pip install -c constraints.txt -e '.[sentencepiece]'",
+    ),
 }
 """Feature -> what it needs."""
 
