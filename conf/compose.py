@@ -14,6 +14,7 @@ The same walk reads the frozen `config.yaml` of a run, which is resolved and beg
 import dataclasses
 import difflib
 import math
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
@@ -160,8 +161,14 @@ def shown(value: object) -> str:
     if isinstance(value, bool) or value is None:
         return "null" if value is None else str(value).lower()
     if isinstance(value, list | tuple | ListConfig):
-        return f"[{','.join(map(shown, value))}]"
+        return f"[{','.join(map(_shown_element, value))}]"
     return str(value)
+
+
+def _shown_element(value: object) -> str:
+    """`value` inside a list: a text is quoted where Hydra would not read it as it stands."""
+    plain = not isinstance(value, str) or re.fullmatch(r"[\w./*?@%+:-]+", value)
+    return shown(value) if plain else quoted(str(value))
 
 
 def quoted(text: str) -> str:
@@ -331,6 +338,7 @@ def _wanted(kind: Any) -> tuple[str, str]:
         bool: ("must be true or false", ""),
         str: ("must be a text", ""),
         list[int]: ("must be a list of whole numbers", "write it like [2,2,24]"),
+        list[str]: ("must be a list of texts", "write it in brackets: [a.jsonl,b.jsonl]"),
     }.get(kind, ("must be a list of finite numbers", "write it like [98,1,1]"))
     return f"{rule}{or_null}", remedy
 

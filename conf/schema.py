@@ -15,6 +15,9 @@ from typing import Any
 SCHEMA_VERSION = 1
 """Written into every frozen config; a file with another number is refused with the migration to use."""
 
+BYTES = "bytes"
+"""The word that stands in `data.tokenizer` for the tokenizer without a file."""
+
 
 class ResumePolicy(Enum):
     """What happens when a resumed run's configuration differs from the saved one in a key."""
@@ -49,7 +52,11 @@ class DataSource(Enum):
     """Where the training text comes from."""
 
     python_stdlib = "python_stdlib"
+    """Sources of the standard library of the Python that runs, with a tokenizer that is trained on them."""
+    text = "text"
+    """Your own files with your own tokenizer."""
     mock = "mock"
+    """Random tokens."""
 
 
 class Normalization(Enum):
@@ -315,6 +322,16 @@ class Data:
 
     source: DataSource = key()
     """Where the text comes from."""
+    files: list[str] | None = field(metadata={"resume": ResumePolicy.free})
+    """`text`: paths or globs of `.jsonl` and `.txt` files, each also with `.gz`; null for other sources. Files may move
+    between attempts: whether their tokens are those of the checkpoint is checked when the run goes on."""
+    text_key: str | None = key()
+    """`text`: where a JSON object has its text; null for other sources."""
+    tokenizer: str | None = key(resume="free")
+    """`text`: path of a Hugging Face `tokenizer.json` or of a SentencePiece `.model`, or `bytes`, which needs no file;
+    null for other sources. The file may move, as `files` may."""
+    eod_token: str | None = key()
+    """`text`: the special token that ends a document; null for the usual one: <|endoftext|>, </s>, <|end_of_text|>."""
     seq_length: int = key()
     """Tokens of one sample."""
     micro_batch_size: int = key(resume="free")
@@ -327,7 +344,8 @@ class Data:
     cache_dir: str = key(resume="free")
     """Folder of tokenised corpora and sample indices, shared by runs and built once under a lock."""
     vocab_size: int = key()
-    """Entries of the tokenizer that is trained on the corpus, special tokens included."""
+    """Token ids lie below it: the most entries that a tokenizer gets that is trained on the corpus, or that your own
+    may have, special tokens included; the range of random tokens."""
     split: list[float] = field(metadata={"resume": ResumePolicy.refuse})
     """Shares of the documents for training, validation and test; any scale, [98, 1, 1] reads as 98%, 1%, 1%."""
     num_workers: int = key(resume="free")

@@ -15,6 +15,7 @@ Source: megatron-core 0.19.2, megatron/core/datasets/indexed_dataset.py.
 """
 
 import struct
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,10 @@ def token_dtype(vocab_size: int) -> "numpy.dtype[Any]":
     return DTYPES[8] if vocab_size < 65500 else DTYPES[4]
 
 
+type Ids = Sequence[int] | NDArray[Any]
+"""Token ids of one document."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
     """What `write_indexed` put on disk."""
@@ -64,10 +69,10 @@ class Written:
     """Documents without a token, which were left out."""
 
 
-def write_indexed(
-    prefix: Path, documents: Iterable[tuple[str, Sequence[int]]], *, vocab_size: int, eod_token: int
-) -> Written:
+def write_indexed(prefix: Path, documents: Iterable[tuple[str, Ids]], *, vocab_size: int, eod_token: int) -> Written:
     """Write documents as `PREFIX.bin` and `PREFIX.idx`, each one ended by `eod_token`.
+
+    One document at a time is in memory, and the lengths of all.
 
     Args:
         prefix: path without suffix; its folder exists.
@@ -79,7 +84,7 @@ def write_indexed(
         RefusedError: an id that does not fit, or no document with a token. Neither file is left then.
     """
     dtype = token_dtype(vocab_size)
-    lengths: list[int] = []
+    lengths = array("i")
     num_empty = 0
     try:
         with bin_path(prefix).open("wb") as tokens_file:
@@ -87,7 +92,8 @@ def write_indexed(
                 if not len(ids):
                     num_empty += 1
                     continue
-                tokens = numpy.array([*ids, eod_token], dtype=numpy.int64)
+                tokens = numpy.empty(len(ids) + 1, dtype=numpy.int64)
+                tokens[:-1], tokens[-1] = ids, eod_token
                 _refuse_misfits(name, tokens, vocab_size)
                 tokens_file.write(tokens.astype(dtype).tobytes())
                 lengths.append(len(tokens))

@@ -9,10 +9,12 @@ Each problem names the nearest values that work. Refused is what fails or would 
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from shardwright.conf.compose import shown
 from shardwright.conf.problems import Problem
-from shardwright.conf.schema import Config, DataSource, Device, DType, PositionEmbedding, Recompute, StateDType
+from shardwright.conf.schema import BYTES, Config, DataSource, Device, DType, PositionEmbedding, Recompute, StateDType
+from shardwright.data import documents
 from shardwright.parallel.layout import Layout
 from shardwright.pretrain import checks_fp8, checks_schedule, plan, requirements
 from shardwright.pretrain import machine as machines
@@ -21,6 +23,14 @@ from shardwright.pretrain.ranges import divisors, multiples, nearest, numbers_in
 
 LEAST_BPE_VOCAB = 257
 """A byte-level BPE tokenizer holds all 256 bytes and the end-of-document token before it learns a merge."""
+
+TEXT_KEYS = {
+    "data.files": "[texts/*.jsonl]",
+    "data.text_key": "text",
+    "data.tokenizer": "bytes",
+    "data.eod_token": "'</s>'",
+}
+"""What data=text alone reads, with an example of each."""
 
 
 def config_problems(config: Config) -> list[Problem]:
@@ -121,6 +131,22 @@ def rotary_channels_come_in_pairs(config: Config) -> Iterator[Problem]:
         yield Problem(key=key, value=channels, rule="rotary positions need pairs", remedy=multiples(key, channels, 2))
 
 
+def text_of_your_own_is_named(config: Config) -> Iterator[Problem]:
+    source, tokenizer = config.data.source.name, config.data.tokenizer
+    for key, example in TEXT_KEYS.items():
+        value, needed = value_of(config, key), key != "data.eod_token"
+        if config.data.source is not DataSource.text:
+            if value is not None:
+                rule = f"is for data=text alone, and data.source={source}"
+                yield Problem(key=key, value=shown(value), rule=rule, remedy=f"{key}=null or data=text works")
+        elif value in ([], "") or (needed and value is None):
+            rule = "must not be empty" if value is not None else "data=text needs it"
+            yield Problem(key=key, value=shown(value), rule=rule, remedy=f"for example {key}={example}")
+    if tokenizer and tokenizer != BYTES and not tokenizer.endswith((".json", ".model")):
+        rule = f"is neither a tokenizer.json of Hugging Face, nor a SentencePiece .model, nor the word {BYTES}"
+        yield Problem(key="data.tokenizer", value=tokenizer, rule=rule, remedy=f"data.tokenizer={BYTES} needs no file")
+
+
 def tokens_fit_the_vocabulary(config: Config) -> Iterator[Problem]:
     tokenizer, model, key = config.data.vocab_size, config.model.vocab_size, "data.vocab_size"
     if tokenizer > model:
@@ -198,6 +224,7 @@ CONFIG_RULES = (
     checks_schedule.ramp_splits_evenly,
     positions_cover_the_sequence,
     rotary_channels_come_in_pairs,
+    text_of_your_own_is_named,
     tokens_fit_the_vocabulary,
     split_is_three_shares,
     checks_schedule.learning_rate_falls,
@@ -264,6 +291,8 @@ def packages_are_there(config: Config, machine: Machine) -> Iterator[Problem]:
     needed = ["torch", "megatron_core"]
     if machines.device(config, machine) == "cuda":
         needed.append("transformer_engine")  # every layer on a GPU is Transformer Engine's
+    if (config.data.tokenizer or "").endswith(".model"):
+        needed.append("sentencepiece")
     for feature in needed:
         problem = requirements.problem(feature, machine.versions.get(feature))
         if problem:
@@ -287,6 +316,14 @@ def recomputation_has_its_kernels(config: Config, machine: Machine) -> Iterator[
         yield Problem(key="model.recompute_modules", value=value, rule=rule, remedy="[core_attn,mlp] works")
 
 
+def text_is_there(config: Config, machine: Machine) -> Iterator[Problem]:
+    data = config.data
+    if data.source is DataSource.text:
+        yield from documents.find_files(data.files or [])[1]
+        if data.tokenizer and data.tokenizer != BYTES and not Path(data.tokenizer).is_file():
+            yield Problem(key="data.tokenizer", value=data.tokenizer, rule="there is no such file")
+
+
 MACHINE_RULES = (
     gpus_are_there,
     gpus_are_what_they_are_called,
@@ -294,4 +331,5 @@ MACHINE_RULES = (
     recomputation_has_its_kernels,
     precision_aware_needs_a_gpu,
     checks_fp8.gpus_compute_the_recipe,
+    text_is_there,
 )

@@ -39,6 +39,12 @@ REQUIREMENTS = {
     "plotly": Requirement(
         "plotly", ("plotly",), "6", "in the checkout: pip install -c constraints.txt -e '.[telemetry]'"
     ),
+    "sentencepiece": Requirement(
+        "sentencepiece",
+        ("sentencepiece",),
+        "0.2.1",
+        "in the checkout: pip install -c constraints.txt -e '.[sentencepiece]'",
+    ),
 }
 """Feature -> what it needs."""
 

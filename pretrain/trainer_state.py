@@ -47,7 +47,9 @@ class TrainerState:
         """
         if self.data not in ("", identity):
             rule = f"the checkpoint was trained on other data ({self.data}): its position means nothing in these"
-            remedy = "continue with the Python and the data cache that began the run, or begin a new run"
+            remedy = (
+                "continue with the text and tokenizer, or the version of Python, that began the run, or begin a new run"
+            )
             raise RefusedError([Problem(key="data", value=identity, rule=rule, remedy=remedy)])
         return replace(self, data=identity)
 

@@ -65,7 +65,7 @@ def gpt_epoch(corpus: Corpus, split: str, *, seq_length: int, seed: int, epoch: 
             eod_mask_loss=False,
             create_attention_mask=False,
         )
-        documents = numpy.arange(first, end, dtype=numpy.int32)
+        documents = corpus.documents(split).astype(numpy.int32)
         return GPTDataset(_tokens(corpus.prefix), corpus.digest, documents, None, Split.train, config)
 
     name = f"{split}-{first}-{end}-length{seq_length}-seed{seed}-epoch{epoch}"

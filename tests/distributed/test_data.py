@@ -51,6 +51,7 @@ def corpus(tmp_path_factory) -> Corpus:
         skipped={},
         splits=splits,
         split_tokens={name: int(sizes[first:end].sum()) for name, (first, end) in splits.items()},
+        in_random_order=True,
     )
 
 
@@ -118,11 +119,16 @@ def test_a_sample_is_consecutive_tokens_with_their_successors_as_labels(corpus):
     assert sample["position_ids"].tolist() == list(range(SEQ_LENGTH))
 
 
-def test_an_epoch_reads_the_documents_of_its_split_alone_and_each_token_at_most_once(corpus):
+@pytest.mark.parametrize("in_random_order", [True, False])
+def test_an_epoch_reads_the_documents_of_its_split_alone_and_each_token_at_most_once(corpus, in_random_order, tmp_path):
     opened = open_indexed(corpus.prefix)
-    for split, (first, end) in corpus.splits.items():
-        allowed = numpy.bincount(numpy.concatenate([opened.tokens(i) for i in range(first, end)]), minlength=512)
-        dataset = open_epoch(corpus, split)
+    corpus = replace(corpus, in_random_order=in_random_order)
+    tokens = {split: int(opened.lengths[corpus.documents(split)].sum()) for split in corpus.splits}
+    corpus = replace(corpus, split_tokens=tokens)
+    for split in corpus.splits:
+        documents = [opened.tokens(number) for number in corpus.documents(split)]
+        allowed = numpy.bincount(numpy.concatenate(documents), minlength=512)
+        dataset = gpt_epoch(corpus, split, seq_length=SEQ_LENGTH, seed=1, epoch=0, cache_dir=tmp_path)
         read = numpy.bincount(numpy.concatenate(rows(dataset)), minlength=512)
         assert (read <= allowed).all()
         assert 0 <= allowed.sum() - read.sum() <= SEQ_LENGTH
@@ -170,6 +176,10 @@ def test_a_longer_run_keeps_the_prefix_of_a_shorter_one(corpus):
 def test_the_stream_of_a_configuration_comes_from_its_corpus_or_from_nothing_but_the_seed(tmp_path):
     data = Data(
         source=DataSource.mock,
+        files=None,
+        text_key=None,
+        tokenizer=None,
+        eod_token=None,
         seq_length=SEQ_LENGTH,
         micro_batch_size=2,
         global_batch_size=4,

@@ -2,9 +2,14 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+from shardwright.pretrain.faults import TrainingFault
+from shardwright.pretrain.loop import Loop
+from shardwright.pretrain.trainer_state import TrainerState
 
 from . import engines
 from .harness import RunRanks
@@ -72,6 +77,21 @@ def all_masked(rank: int, world: int, store: str) -> tuple[float, int, float | N
     step = engines.random_step(7, unmasked=[0, 0, 0, 0])
     result = engine.train_step(engines.share(engine, step), lr=1e-3, weight_decay=0.0)
     return result.loss, result.num_tokens, result.grad_norm
+
+
+def evaluate_nothing(rank: int, world: int, store: str) -> str:
+    """What the loop says of an evaluation whose tokens are all masked."""
+    engine = engines.engine_of(engines.config_of([], world), rank, store)
+    batches = iter([engines.share(engine, engines.random_step(7, unmasked=[0, 0, 0, 0]))])
+    unused: Any = None
+    loop = Loop(context=unused, plan=unused, engine=engine, training_batches=iter([]), evaluation_batches=None)
+    with pytest.raises(TrainingFault) as caught:
+        loop._evaluate(TrainerState(step=3), batches)
+    return str(caught.value)
+
+
+def test_an_evaluation_without_any_token_is_a_fault_of_that_name(run_ranks: RunRanks) -> None:
+    assert run_ranks(evaluate_nothing, 1) == ["step 3: the evaluation batches hold no unmasked token"]
 
 
 def test_a_batch_without_any_token_gives_zero_and_no_nan(run_ranks: RunRanks) -> None:

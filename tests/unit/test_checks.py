@@ -12,7 +12,7 @@ from shardwright.pretrain.machine import Gpu, Machine, device
 from shardwright.pretrain.ranges import divisors, ranged_keys
 
 GIB = 2**30
-INSTALLED = {"torch": "2.11.0", "megatron_core": "0.19.2", "transformer_engine": "2.20.2"}
+INSTALLED = {"torch": "2.11.0", "megatron_core": "0.19.2", "transformer_engine": "2.20.2", "sentencepiece": "0.2.1"}
 WITHOUT_TE = {**INSTALLED, "transformer_engine": None}
 H200 = Gpu("NVIDIA H200", (9, 0), 141 * GIB)
 A100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 80 * GIB)
@@ -47,6 +47,8 @@ def broken_here(machine: Machine, *overrides: str) -> list[Problem]:
         ["data.rampup_batch_size=[4,4,100]"],
         ["data.split=[1,0,0]", "schedule.eval_iters=0"],
         ["data.source=mock", "data.vocab_size=100"],
+        ["data=text", "data.files=[a.jsonl,'b*.txt']", "data.tokenizer=bytes"],
+        ["data=text", "data.files=[a.jsonl]", "data.tokenizer=t.model", "data.eod_token='<eos>'"],
         ["optimizer.min_lr=0", "schedule.lr_decay_iters=1000"],
     ],
 )
@@ -93,6 +95,14 @@ def test_a_sound_configuration_breaks_no_rule(overrides: list[str]) -> None:
         ("model.kv_channels=31", "model.kv_channels", "model.kv_channels=30 or model.kv_channels=32 works"),
         ("data.vocab_size=4096", "data.vocab_size", "data.vocab_size=2048 or model.vocab_size=4096 works"),
         ("data.vocab_size=256", "data.vocab_size", "at least data.vocab_size=257"),
+        ("data=text data.tokenizer=bytes", "data.files", "for example data.files=[texts/*.jsonl]"),
+        ("data=text data.tokenizer=bytes data.files=[]", "data.files", "must not be empty"),
+        ("data=text data.files=[a.txt]", "data.tokenizer", "for example data.tokenizer=bytes"),
+        ("data=text data.files=[a.txt] data.tokenizer=llama", "data.tokenizer", "data.tokenizer=bytes needs no file"),
+        ("data.source=text data.files=[a.txt] data.tokenizer=bytes", "data.text_key", "data.text_key=text"),
+        ("data.files=[a.txt]", "data.files", "data.files=null or data=text works"),
+        ("data=mock data.tokenizer=bytes", "data.tokenizer", "data.tokenizer=null or data=text works"),
+        ("data.eod_token=x", "data.eod_token", "data.eod_token=null or data=text works"),
         ("data.split=[98,2]", "data.split", "data.split=[98,1,1] works"),
         ("data.split=[98,-1,3]", "data.split", "data.split=[98,1,1] works"),
         ("data.split=[0,0,0]", "data.split", "data.split=[98,1,1] works"),
@@ -274,6 +284,14 @@ def test_the_device_follows_the_config_and_the_machine(choice: str, gpus: tuple[
         (machine_of(H200, te="2.3.0"), "precision=bf16", "transformer-engine", "--upgrade"),
         (Machine(versions={**WITHOUT_TE, "megatron_core": "0.16.1"}), "", "megatron-core", "0.19.2 or newer"),
         (Machine(versions={**WITHOUT_TE, "torch": None}), "", "torch", "pip install torch"),
+        (
+            Machine(versions={**WITHOUT_TE, "sentencepiece": None}),
+            "data=text data.files=[a.txt] data.tokenizer=t.model",
+            "sentencepiece",
+            "pip install -c constraints.txt -e '.[sentencepiece]'",
+        ),
+        (CPU_MACHINE, "data=text data.files=[a.txt] data.tokenizer=bytes", "data.files", "there is no such file"),
+        (CPU_MACHINE, "data=text data.files=[.] data.tokenizer=t.json", "data.tokenizer", "there is no such file"),
     ],
 )
 def test_a_machine_that_cannot_run_it_is_told_why(machine: Machine, overrides: str, key: str, words: str) -> None:

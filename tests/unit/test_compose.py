@@ -68,6 +68,7 @@ def test_misspelt_keys_and_bad_numbers_are_refused_together_with_a_suggestion() 
         ("data.split=[1,nan]", "data.split=[1,nan]: must be a list of finite numbers", "[98,1,1]"),
         ("parallel.sp=2", "parallel.sp=2: must be true or false", ""),
         ("run.name=null", "run.name=null: must be a text", ""),
+        ("data.files=a.txt", "data.files=a.txt: must be a list of texts or null", "write it in brackets"),
         ("run.name={a:1}", "run.name={'a': 1}: must be a text", ""),
         ("cluster.gpu=h20", "cluster.gpu=h20: is none of auto, none, h100, h200, b200, gb200", ""),
         ("precision.fp8=none", "precision.fp8=none: is none of e4m3, hybrid or null", ""),
@@ -103,6 +104,13 @@ def test_a_mistake_in_a_key_that_others_repeat_is_told_once() -> None:
 def test_an_override_is_quoted_where_hydra_would_read_something_else(text: str) -> None:
     assert compose.compose([compose.override("data.cache_dir", text)]).data.cache_dir == text
     assert compose.override("run.dir", "runs/a") == "run.dir=runs/a"
+
+
+def test_a_list_of_texts_is_quoted_where_hydra_would_read_something_else() -> None:
+    files = ["texts/*.jsonl", "a b.txt", "a,b", "[0-9]{1}.txt", "it's", "1"]
+    shown = compose.shown(files)
+    assert compose.compose([compose.override("data.files", shown)]).data.files == files
+    assert compose.override("data.files", "[a.txt,b.txt]") == "data.files=[a.txt,b.txt]"
 
 
 def test_a_model_without_sizes_asks_for_exactly_them() -> None:

@@ -15,8 +15,9 @@ from shardwright.conf.problems import RefusedError
 from shardwright.conf.schema import Data, DataSource
 from shardwright.data import corpus
 from shardwright.data.cache import build_once
+from shardwright.data.documents import StandardLibrary
 from shardwright.data.indexed import bin_path, open_indexed
-from shardwright.data.tokenizer import EOD, Tokenizer
+from shardwright.data.tokenizer import EOD, JsonTokenizer
 
 NUM_MODULES = 10
 
@@ -36,6 +37,10 @@ def data(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus, "stdlib_folder", lambda: library)
     return Data(
         source=DataSource.python_stdlib,
+        files=None,
+        text_key=None,
+        tokenizer=None,
+        eod_token=None,
         seq_length=8,
         micro_batch_size=1,
         global_batch_size=1,
@@ -49,7 +54,7 @@ def data(tmp_path, monkeypatch):
 
 def test_a_corpus_holds_every_module_with_text_and_decodes_to_it(data):
     made = corpus.prepare(data)
-    tokenizer, opened = Tokenizer.load(made.tokenizer), open_indexed(made.prefix)
+    tokenizer, opened = JsonTokenizer.load(made.tokenizer), open_indexed(made.prefix)
     texts = [tokenizer.decode(opened.tokens(i)) for i in range(len(opened))]
     expected = {f"def f{n}(x):\n    return x + {n} * 'ä'\n{EOD}" for n in range(NUM_MODULES)}
     assert set(texts) == expected
@@ -63,7 +68,7 @@ def test_a_corpus_holds_every_module_with_text_and_decodes_to_it(data):
 def test_a_second_call_does_no_work(data, monkeypatch):
     first = corpus.prepare(data)
     before = {path: path.stat().st_mtime_ns for path in Path(data.cache_dir).rglob("*")}
-    monkeypatch.setattr(corpus, "read_sources", None)
+    monkeypatch.setattr(StandardLibrary, "__iter__", None)
     assert corpus.prepare(data) == first
     assert {path: path.stat().st_mtime_ns for path in Path(data.cache_dir).rglob("*")} == before
 
@@ -87,11 +92,10 @@ def test_another_vocabulary_is_another_corpus_and_another_split_is_not(data):
 
 
 def test_documents_are_shuffled_by_their_names_alone(data):
-    documents, _ = corpus.read_sources(corpus.stdlib_folder())
+    documents = StandardLibrary(corpus.stdlib_folder())
     names = [name for name, _ in documents if name.startswith("module")]
     assert names != sorted(names)
     (corpus.stdlib_folder() / "aaa.py").write_text("new = 1\n")
-    documents, _ = corpus.read_sources(corpus.stdlib_folder())
     assert [name for name, _ in documents if name.startswith("module")] == names
 
 
@@ -151,8 +155,8 @@ def test_shares_that_are_none_are_refused(shares):
 
 
 def test_the_name_of_the_special_token_in_a_text_ends_no_document():
-    tokenizer = Tokenizer.train([f"x = '{EOD}'"], 300)
-    ids = tokenizer.encode(f"y = '{EOD}'")
+    tokenizer = JsonTokenizer.train([f"x = '{EOD}'"], 300)
+    (ids,) = tokenizer.encode_batch([f"y = '{EOD}'"])
     assert tokenizer.eod_token not in ids
     assert tokenizer.decode([*ids, tokenizer.eod_token]) == f"y = '{EOD}'{EOD}"
 

@@ -26,6 +26,7 @@ FOREIGN = {"megatron", "transformer_engine", "transformer_engine_torch", "apex"}
 # What plans, checks, submits and watches runs must start in a second, on machines without torch.
 TORCH_FREE = (
     "conf/**/*.py",
+    "data/corpus.py",
     "parallel/layout.py",
     "slurm/**/*.py",
     "pretrain/__main__.py",
