@@ -90,6 +90,7 @@ def test_a_ramp_is_a_schedule_of_megatron_cores_stages() -> None:
         assert sizes.at(consumed) == theirs.get_current_global_batch_size()
 
 
+@pytest.mark.slow
 def test_a_run_that_stops_in_the_ramp_goes_on_as_if_it_never_stopped(tmp_path: Path) -> None:
     whole, rest = tmp_path / "whole", tmp_path / "rest"
     ended = commands.train(whole, *RAMPED, "checkpoint.save_interval=5", "checkpoint.keep_last=9")
