@@ -56,15 +56,15 @@ def _build(folder: Path, partial: Path, build: Callable[[Path], object]) -> None
     try:
         build(partial)
         for path in (*partial.rglob("*"), partial):
-            _flush(path)
+            flush(path)
         partial.rename(folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    _flush(folder.parent)
+    flush(folder.parent)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Force a file's or folder's content to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from shardwright.data.cache import flush
 from shardwright.parallel.mcore import shards
 from shardwright.parallel.mcore.engine import Engine
 from shardwright.pretrain import checkpoint_store
@@ -24,7 +25,8 @@ def save(engine: Engine, state: TrainerState, root: Path, *, keep_last: int, att
     assert temporary is not None
     shards.save(engine, temporary)
     mine = checkpoint_store.files(temporary)[rank::world]
-    checkpoint_store.sync(temporary / name for name in mine)
+    for name in mine:
+        flush(temporary / name)
     gathered: list[dict[str, str]] = [{} for _ in range(world)]
     dist.all_gather_object(gathered, {name: checkpoint_store.sha256(temporary / name) for name in mine})
     if rank == 0:

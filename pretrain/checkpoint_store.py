@@ -10,16 +10,16 @@ No torch here: the launcher decides what to resume from before any rank exists. 
 
 import hashlib
 import json
-import os
 import re
 import shutil
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardwright.conf.problems import Problem, RefusedError
 from shardwright.conf.schema import Checkpoint, ResumeMode
+from shardwright.data.cache import flush
+from shardwright.pretrain.folder import write_atomic
 
 MANIFEST, MARKER, TRAINER = "manifest.json", "COMMITTED", "trainer.json"
 _STEP_FOLDER = re.compile(r"step_(\d{8,})")
@@ -192,22 +192,20 @@ def commit(temporary: Path, trainer_state: dict[str, Any], digests: dict[str, st
         digests: SHA-256 of every file in it, as the ranks computed them.
     """
     root, step = temporary.parent, int(trainer_state["step"])
-    _write_synced(temporary / TRAINER, json.dumps(trainer_state, indent=1))
+    write_atomic(temporary / TRAINER, json.dumps(trainer_state, indent=1))
     digests = {**digests, TRAINER: sha256(temporary / TRAINER)}
     entries = {
         name: {"bytes": (temporary / name).stat().st_size, "sha256": digest} for name, digest in sorted(digests.items())
     }
-    _write_synced(temporary / MANIFEST, json.dumps({"format_version": 1, "step": step, "files": entries}, indent=1))
-    _write_synced(temporary / MARKER, f"step {step}\n")
-    _sync_folder(temporary)
+    write_atomic(temporary / MANIFEST, json.dumps({"format_version": 1, "step": step, "files": entries}, indent=1))
+    write_atomic(temporary / MARKER, f"step {step}\n")
+    flush(temporary)
     final = step_folder(root, step)
     if final.exists():  # only a damaged one of an earlier attempt can stand here
         _remove(final)
     temporary.rename(final)
-    _sync_folder(root)
-    hint = root / ".latest"
-    hint.write_text(f"{final.name}\n")
-    hint.replace(root / "latest")
+    flush(root)
+    write_atomic(root / "latest", f"{final.name}\n")
     return Committed(step, final)
 
 
@@ -243,31 +241,9 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def sync(paths: Iterable[Path]) -> None:
-    """Force files to the disk."""
-    for path in paths:
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-
-
 def _manifest_files(path: Path) -> dict[str, dict[str, Any]]:
     files: dict[str, dict[str, Any]] = json.loads((path / MANIFEST).read_text())["files"]
     return files
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove(path: Path) -> None:
@@ -275,5 +251,5 @@ def _remove(path: Path) -> None:
     if doomed.exists():
         shutil.rmtree(doomed)
     path.rename(doomed)
-    _sync_folder(path.parent)
+    flush(path.parent)
     shutil.rmtree(doomed)

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from shardwright.conf.schema import NonFinite
-from shardwright.parallel.mcore.engine import Batch, Engine, StepResult
+from shardwright.data.loader import Batch
+from shardwright.parallel.mcore.engine import Engine, StepResult
 from shardwright.pretrain import checkpoint
 from shardwright.pretrain.faults import TrainingFault
 from shardwright.pretrain.plan import Plan, peak_flops

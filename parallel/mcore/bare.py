@@ -17,12 +17,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from shardwright.conf.schema import Config
+from shardwright.data.loader import Batch
 from shardwright.parallel.layout import Layout
 from shardwright.parallel.mcore.model import build_gpt, wrap_data_parallel
 from shardwright.parallel.mcore.translate import megatron_configs
-
-Batch = dict[str, torch.Tensor]
-"""tokens, labels [b, s] int64; loss_mask [b, s] float32; position_ids [b, s] int64."""
 
 
 def bare_step(

@@ -19,14 +19,12 @@ from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from shardwright.conf.schema import Config
+from shardwright.data.loader import Batch
 from shardwright.parallel.layout import Layout
 from shardwright.parallel.mcore import fp8_state, torch_adam
 from shardwright.parallel.mcore.groups import Groups
 from shardwright.parallel.mcore.model import build_gpt, wrap_data_parallel
 from shardwright.parallel.mcore.translate import megatron_configs
-
-Batch = dict[str, torch.Tensor]
-"""tokens, labels [b, s] int64; loss_mask [b, s] float32; position_ids [b, s] int64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,12 +77,15 @@ def _leave_out_missing_fp8_state(model: dict[str, Any], folder: Path) -> set[str
 
     It was written on the CPU, or in another tensor-parallel layout: then amax histories begin anew, as at step 0.
     """
-    there = load_sharded_metadata(str(folder))
-    left_out = {
-        name
+    wanted = {
+        name: value.unique_key
         for name, value in model.items()
-        if name.endswith("_extra_state") and isinstance(value, ShardedObject) and value.unique_key not in there
+        if name.endswith("_extra_state") and isinstance(value, ShardedObject)
     }
+    if not wanted:
+        return set()
+    there = load_sharded_metadata(str(folder))
+    left_out = {name for name, unique_key in wanted.items() if unique_key not in there}
     for name in left_out:
         del model[name]
     return left_out

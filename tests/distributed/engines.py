@@ -9,6 +9,7 @@ from torch._C._distributed_c10d import FileStore
 
 from shardwright.conf.compose import compose
 from shardwright.conf.schema import Config
+from shardwright.data.loader import Batch
 from shardwright.parallel.mcore import groups, shards
 from shardwright.parallel.mcore.engine import Engine
 from shardwright.pretrain import plan
@@ -38,9 +39,6 @@ def engine_of(config: Config, rank: int, store: str) -> Engine:
     world = groups.start(layout, torch.device("cpu"), rank, 60, FileStore(store, layout.world_size))
     groups.seed_everything(config.run.seed, layout, rank)
     return Engine(config, layout, world, torch.device("cpu"), rank, plan.padded_vocab_size(config.model))
-
-
-type Batch = dict[str, torch.Tensor]
 
 
 def random_step(seed: int, vocab_size: int = 500, unmasked: list[int] | None = None) -> Batch:
