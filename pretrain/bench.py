@@ -20,7 +20,7 @@ from rich.console import Console
 
 from shardwright.conf import compose
 from shardwright.conf.problems import Problem, RefusedError, refuse
-from shardwright.conf.schema import Config, DataSource, LrDecayStyle
+from shardwright.conf.schema import Config, DataSource, LrDecayStyle, WeightDecayIncrStyle
 from shardwright.pretrain import bench_report, checks, faults, machine, plan, ranks
 from shardwright.pretrain.bench_report import ORDER, Speed
 from shardwright.pretrain.folder import RunFolder
@@ -97,14 +97,18 @@ def measured(config: Config, folder: Path, num_steps: int) -> Config:
         config.schedule,
         train_iters=num_steps,
         lr_warmup_iters=0,
+        lr_warmup_samples=None,
+        lr_warmup_fraction=None,
         lr_decay_style=LrDecayStyle.constant,
         lr_decay_iters=None,
+        end_weight_decay=None,
+        weight_decay_incr_style=WeightDecayIncrStyle.constant,
         eval_interval=0,
     )
     return dataclasses.replace(
         config,
         run=dataclasses.replace(config.run, dir=str(folder)),
-        data=dataclasses.replace(config.data, source=DataSource.mock),
+        data=dataclasses.replace(config.data, source=DataSource.mock, rampup_batch_size=None),
         schedule=schedule,
         checkpoint=dataclasses.replace(config.checkpoint, save_interval=0, load=None, load_step=None),
     )

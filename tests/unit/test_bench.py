@@ -12,6 +12,7 @@ from shardwright.conf import compose
 from shardwright.pretrain import bench, bench_report, checks, machine, plan
 from shardwright.pretrain.bench_report import Speed
 from shardwright.pretrain.machine import Machine
+from shardwright.pretrain.schedule import next_update
 
 PLANNED = plan.make_plan(compose.compose(["experiment=bench_8b_16l"]))
 TOKENS = 4 * 8192
@@ -80,6 +81,24 @@ def test_a_loop_that_takes_a_tenth_longer_has_ten_elevenths_of_the_speed() -> No
 def test_losses_that_differ_show_that_the_work_did() -> None:
     speeds = [measured(loop, 1.0, loss=12.0 if loop == "bare" else 12.12) for loop in bench_report.ORDER]
     assert bench_report.compare(speeds).loss_difference == pytest.approx(0.01)
+
+
+def test_every_measured_step_is_alike_whatever_the_schedule(tmp_path: Path) -> None:
+    overrides = [
+        "data.global_batch_size=32",
+        "data.micro_batch_size=4",
+        "data.rampup_batch_size=[4,4,1000]",
+        "schedule.lr_warmup_iters=null",
+        "schedule.lr_warmup_samples=500",
+        "schedule.end_weight_decay=0.5",
+        "schedule.weight_decay_incr_style=linear",
+    ]
+    config = bench.measured(compose.compose(overrides), tmp_path, 7)
+    updates = [next_update(step, 32 * step, config) for step in range(7)]
+    assert {(update.batch_size, update.learning_rate, update.weight_decay) for update in updates} == {
+        (32, config.optimizer.lr, config.optimizer.weight_decay)
+    }
+    assert checks.config_problems(config) == []
 
 
 def test_what_is_measured_has_neither_text_nor_evaluation_nor_checkpoints(tmp_path: Path) -> None:
