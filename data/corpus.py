@@ -26,9 +26,10 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
+from shardwright.conf.choices import DataSource
 from shardwright.conf.compose import shown
 from shardwright.conf.problems import Problem, RefusedError
-from shardwright.conf.schema import Data, DataSource
+from shardwright.conf.schema import Data
 from shardwright.data.cache import build_once
 from shardwright.data.documents import Documents, StandardLibrary, TextFiles
 from shardwright.data.indexed import Ids, bin_path, open_indexed, write_indexed

@@ -6,7 +6,8 @@
 from pathlib import Path
 from typing import Protocol
 
-from shardwright.conf.schema import Data, DataSource
+from shardwright.conf.choices import DataSource
+from shardwright.conf.schema import Data
 from shardwright.data.corpus import SPLITS, Corpus, prepare
 from shardwright.data.mock import MockTokens
 from shardwright.data.stream import Stream, TokenDataset

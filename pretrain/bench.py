@@ -19,8 +19,9 @@ from pathlib import Path
 from rich.console import Console
 
 from shardwright.conf import compose
+from shardwright.conf.choices import DataSource, LrDecayStyle, WeightDecayIncrStyle
 from shardwright.conf.problems import Problem, RefusedError, refuse
-from shardwright.conf.schema import Config, DataSource, LrDecayStyle, WeightDecayIncrStyle
+from shardwright.conf.schema import Config
 from shardwright.pretrain import bench_report, checks, faults, machine, plan, ranks
 from shardwright.pretrain.bench_report import ORDER, Speed
 from shardwright.pretrain.folder import RunFolder

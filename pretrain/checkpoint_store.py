@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwright.conf.choices import ResumeMode
 from shardwright.conf.problems import Problem, RefusedError
-from shardwright.conf.schema import Checkpoint, ResumeMode
+from shardwright.conf.schema import Checkpoint
 from shardwright.data.cache import flush
 from shardwright.pretrain.folder import write_atomic
 

@@ -11,9 +11,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from shardwright.conf.choices import DataSource, DType, GpuKind, PositionEmbedding, Recompute, StateDType
 from shardwright.conf.compose import shown
 from shardwright.conf.problems import Problem
-from shardwright.conf.schema import BYTES, Config, DataSource, Device, DType, PositionEmbedding, Recompute, StateDType
+from shardwright.conf.schema import BYTES, Config
 from shardwright.data import documents
 from shardwright.parallel.layout import Layout
 from shardwright.pretrain import checks_fp8, checks_schedule, plan, requirements
@@ -75,7 +76,7 @@ def ranks_fill_the_nodes(config: Config) -> Iterator[Problem]:
             key="cluster.ranks", value=ranks, rule=rule, remedy=multiples("cluster.ranks", ranks, cluster.nodes)
         )
     room = cluster.nodes * cluster.gpus_per_node
-    if cluster.gpu not in (Device.auto, Device.none) and 1 <= room < ranks:
+    if cluster.gpu not in (GpuKind.auto, GpuKind.none) and 1 <= room < ranks:
         rule = f"is more than {cluster.nodes} x {cluster.gpus_per_node} GPUs (cluster.nodes, cluster.gpus_per_node)"
         remedy = f"cluster.ranks={room} or cluster.nodes={-(-ranks // cluster.gpus_per_node)} works"
         yield Problem(key="cluster.ranks", value=ranks, rule=rule, remedy=remedy)
@@ -279,7 +280,7 @@ def gpus_are_there(config: Config, machine: Machine) -> Iterator[Problem]:
 
 
 def gpus_are_what_they_are_called(config: Config, machine: Machine) -> Iterator[Problem]:
-    if config.cluster.gpu in (Device.auto, Device.none):
+    if config.cluster.gpu in (GpuKind.auto, GpuKind.none):
         return
     for name in dict.fromkeys(gpu.name for gpu in machine.gpus[: plan.local_ranks(config)] if gpu.name):
         if not re.search(rf"\b{config.cluster.gpu.name}\b", name, re.IGNORECASE):

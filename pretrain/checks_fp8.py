@@ -6,8 +6,9 @@ Transformer Engine); here such a run is refused.
 
 from collections.abc import Iterator
 
+from shardwright.conf.choices import DType, GpuKind
 from shardwright.conf.problems import Problem
-from shardwright.conf.schema import Config, Device, DType
+from shardwright.conf.schema import Config
 from shardwright.pretrain import plan
 from shardwright.pretrain.machine import Machine
 from shardwright.pretrain.ranges import multiples, value_of
@@ -24,7 +25,7 @@ PRESETS = {
     "nvfp4": "nvfp4",
 }
 """Recipe -> its choice of `precision`."""
-CAPABILITIES = {Device.h100: (9, 0), Device.h200: (9, 0), Device.b200: (10, 0), Device.gb200: (10, 0)}
+CAPABILITIES = {GpuKind.h100: (9, 0), GpuKind.h200: (9, 0), GpuKind.b200: (10, 0), GpuKind.gb200: (10, 0)}
 WIDTH, TOKENS = 16, 8
 """Transformer Engine, on each rank: the last dimension is a multiple of 16 (of 32 where small blocks have scales of
 their own), the product of the leading ones of 8."""
@@ -57,7 +58,7 @@ def recipe_suits_the_cluster(config: Config) -> Iterator[Problem]:
     recipe, gpu = recipe_of(config), config.cluster.gpu
     if recipe is None:
         return
-    if gpu is Device.none:
+    if gpu is GpuKind.none:
         able = "|".join(device.name for device, has in CAPABILITIES.items() if has >= RECIPES[recipe])
         rule, remedy = (
             "needs a GPU with such units, and cluster.gpu=none",
@@ -105,9 +106,9 @@ def shapes_are_multiples(config: Config) -> Iterator[Problem]:
 
 def gpus_compute_the_recipe(config: Config, machine: Machine) -> Iterator[Problem]:
     recipe = recipe_of(config)
-    if recipe is None or config.cluster.gpu is Device.none:
+    if recipe is None or config.cluster.gpu is GpuKind.none:
         return
-    if config.cluster.gpu is Device.auto and not machine.gpus:
+    if config.cluster.gpu is GpuKind.auto and not machine.gpus:
         rule = "needs a GPU with such units, and this machine shows none"
         yield Problem(key="precision", value=recipe, rule=rule, remedy="precision=bf16 works")
     for gpu in dict.fromkeys(machine.gpus[: plan.local_ranks(config)]):

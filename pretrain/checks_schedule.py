@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 
+from shardwright.conf.choices import LrDecayStyle, WeightDecayIncrStyle
 from shardwright.conf.compose import shown
 from shardwright.conf.problems import Problem
-from shardwright.conf.schema import Config, LrDecayStyle, WeightDecayIncrStyle
+from shardwright.conf.schema import Config
 from shardwright.data.batch_size import BatchSizes
 from shardwright.pretrain import plan, schedule
 from shardwright.pretrain.ranges import divisors, multiples, rest, value_of, works

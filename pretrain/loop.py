@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwright.conf.schema import NonFinite
+from shardwright.conf.choices import NonFinite
 from shardwright.data.loader import Batch
 from shardwright.parallel.mcore.engine import Engine, StepResult
 from shardwright.pretrain import checkpoint

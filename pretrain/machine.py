@@ -13,8 +13,8 @@ from typing import Any
 
 import pynvml
 
+from shardwright.conf.choices import GpuKind
 from shardwright.conf.schema import Config
-from shardwright.conf.schema import Device as ConfiguredDevice
 from shardwright.pretrain import requirements
 
 
@@ -86,9 +86,9 @@ def gpu_state(local_rank: int, environ: Mapping[str, str] = os.environ) -> dict[
 
 def device(config: Config, machine: Machine) -> str:
     """`cuda` or `cpu`: where the ranks of this machine compute."""
-    if config.cluster.gpu is ConfiguredDevice.auto:
+    if config.cluster.gpu is GpuKind.auto:
         return "cuda" if machine.gpus else "cpu"
-    return "cpu" if config.cluster.gpu is ConfiguredDevice.none else "cuda"
+    return "cpu" if config.cluster.gpu is GpuKind.none else "cuda"
 
 
 def _visible(selection: str | None, notes: list[str]) -> list[Any]:

@@ -13,8 +13,9 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from shardwright.conf.choices import Normalization, PositionEmbedding
 from shardwright.conf.compose import shown
-from shardwright.conf.schema import Config, Model, Normalization, PositionEmbedding
+from shardwright.conf.schema import Config, Model
 from shardwright.data.batch_size import BatchSizes
 from shardwright.parallel.layout import Layout
 

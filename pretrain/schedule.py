@@ -14,7 +14,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardwright.conf.schema import Config, LrDecayStyle, WeightDecayIncrStyle
+from shardwright.conf.choices import LrDecayStyle, WeightDecayIncrStyle
+from shardwright.conf.schema import Config
 from shardwright.data.batch_size import BatchSizes
 
 

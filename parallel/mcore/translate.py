@@ -10,7 +10,8 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 
-from shardwright.conf.schema import Activation, Config, DType, StateDType
+from shardwright.conf.choices import Activation, DType, StateDType
+from shardwright.conf.schema import Config
 from shardwright.parallel.layout import Layout
 
 DTYPES: dict[Enum, torch.dtype] = {

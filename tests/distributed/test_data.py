@@ -12,8 +12,9 @@ import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from shardwright.conf.choices import DataSource
 from shardwright.conf.problems import RefusedError
-from shardwright.conf.schema import Data, DataSource
+from shardwright.conf.schema import Data
 from shardwright.data.batch_size import BatchSizes
 from shardwright.data.corpus import Corpus, split_documents
 from shardwright.data.indexed import open_indexed, write_indexed

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from shardwright.conf import compose
+from shardwright.conf.choices import Fp8Format, GpuKind
 from shardwright.conf.problems import RefusedError
-from shardwright.conf.schema import Config, Device, Fp8Format, ResumePolicy
+from shardwright.conf.schema import Config, ResumePolicy
 
 
 def refusal(*overrides: str) -> str:
@@ -169,7 +170,7 @@ def test_differences_name_every_changed_key_and_its_policy() -> None:
         "model.num_layers": ResumePolicy.refuse,
         "cluster.gpu": ResumePolicy.free,
     }
-    assert (found["cluster.gpu"].saved, found["cluster.gpu"].present) == (Device.auto, Device.none)
+    assert (found["cluster.gpu"].saved, found["cluster.gpu"].present) == (GpuKind.auto, GpuKind.none)
     assert str(found["cluster.gpu"]) == "cluster.gpu: auto -> none"
     assert compose.differences(saved, saved) == []
 

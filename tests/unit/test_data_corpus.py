@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwright.conf.choices import DataSource
 from shardwright.conf.problems import RefusedError
-from shardwright.conf.schema import Data, DataSource
+from shardwright.conf.schema import Data
 from shardwright.data import corpus
 from shardwright.data.cache import build_once
 from shardwright.data.documents import StandardLibrary
