@@ -162,3 +162,41 @@ class ResumeMode(Enum):
     """Refuse to start without one."""
     never = "never"
     """Refuse to start if there is one: a new run wants a new folder."""
+
+
+class AttentionBackend(Enum):
+    """Which kernel of Transformer Engine computes attention, by megatron-core's names."""
+
+    auto = "auto"
+    """Transformer Engine's choice: cuDNN's fused attention on Hopper and Blackwell."""
+    flash = "flash"
+    """The package flash-attn."""
+    fused = "fused"
+    """cuDNN."""
+    unfused = "unfused"
+    """Plain matrix products with the whole square of scores in memory."""
+
+
+class CrossEntropy(Enum):
+    """Which kernel computes the loss of a token from its logits."""
+
+    auto = "auto"
+    """Transformer Engine's on a GPU, else unfused; unfused where runs must repeat bit by bit."""
+    unfused = "unfused"
+    """megatron-core's, operation by operation in fp32."""
+    native = "native"
+    """megatron-core's, compiled by torch; a GPU's."""
+    transformer_engine = "transformer_engine"
+    """Transformer Engine's Triton kernel, which writes gradients over the logits."""
+
+
+class CudaGraph(Enum):
+    """What is recorded once and replayed, by megatron-core's names."""
+
+    none = "none"
+    local = "local"
+    """Every layer, recorded by megatron-core."""
+    transformer_engine = "transformer_engine"
+    """Every layer, recorded by Transformer Engine."""
+    full_iteration = "full_iteration"
+    """Forward and backward of all micro-batches of a step."""

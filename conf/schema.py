@@ -15,6 +15,9 @@ from typing import Any
 from shardwright.conf.choices import (
     Activation,
     AmaxComputeAlgo,
+    AttentionBackend,
+    CrossEntropy,
+    CudaGraph,
     DataSource,
     DType,
     Fp4Format,
@@ -180,6 +183,41 @@ class Precision:
 
 
 @dataclass(kw_only=True, slots=True)
+class Execution:
+    """How a step is computed: kernels, recording, what leaves the GPU's memory, the process around it.
+
+    Results stay the same up to rounding. Null is the choice of the device: on where its kernels exist.
+    """
+
+    attention_backend: AttentionBackend = key(resume="free")
+    """Kernel of attention on a GPU."""
+    cross_entropy: CrossEntropy = key(resume="free")
+    """Kernel of the loss."""
+    cross_entropy_chunks: int = key(resume="free")
+    """Compute output layer and loss in this many pieces of the sequence and again in the backward pass, so that logits
+    never exist as a whole; 1 for all at once."""
+    bias_activation_fusion: bool | None = key(resume="free")
+    """The MLP's activation with its gate and bias in one kernel."""
+    bias_dropout_fusion: bool | None = key(resume="free")
+    """Bias, dropout and residual in one kernel."""
+    apply_rope_fusion: bool | None = key(resume="free")
+    """Rotary positions in one kernel."""
+    gradient_accumulation_fusion: bool | None = key(resume="free")
+    """Weight gradients are added to the gradient buffer by the matrix product itself."""
+    cuda_graph_impl: CudaGraph = key(resume="free")
+    """What is recorded as a CUDA graph."""
+    cpu_offloading_num_layers: int = key(resume="free")
+    """Keep the activations of the first so many layers in the host's memory until the backward pass; 0 for none."""
+    deterministic_mode: bool = key(resume="free")
+    """Only kernels that repeat bit by bit; slower."""
+    gc_interval: int = key(resume="free")
+    """Python's garbage collector runs every this many steps, on all ranks at the same one; 0 leaves it to Python, which
+    stops one rank after another and thereby all."""
+    bind_to_gpu: bool = key(resume="free")
+    """Keep each rank on the CPU cores next to its GPU, as NVML tells them."""
+
+
+@dataclass(kw_only=True, slots=True)
 class Data:
     """Text, tokenizer and batches."""
 
@@ -330,6 +368,7 @@ class Config:
     model: Model
     parallel: Parallel
     precision: Precision
+    execution: Execution
     data: Data
     optimizer: Optimizer
     schedule: Schedule

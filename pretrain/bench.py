@@ -127,7 +127,7 @@ def _measure(planned: Plan, folder: RunFolder, loop: str, warmup: int, device: s
         outcome = launch(
             attempt,
             world_size=planned.layout.world_size,
-            added=defaults(os.environ, device),
+            added=defaults(os.environ),
             lock_fd=lock.fd,
             on_stop=lambda: stops.append(True),
             command=RANK_COMMAND,

@@ -94,7 +94,8 @@ def _bare(context: RankContext) -> _Subject:
     from shardwright.parallel.mcore import environment
 
     config, env, plan = context.config, context.environment, make_plan(context.config)
-    device = environment.prepare(context.device, env.local_rank)
+    deterministic = config.execution.deterministic_mode
+    device = environment.prepare(context.device, env.local_rank, deterministic=deterministic)
     from shardwright.data.batch_size import BatchSizes
     from shardwright.data.loader import batches
     from shardwright.data.sampler import DataPosition, samples_needed

@@ -17,7 +17,7 @@ from shardwright.conf.problems import Problem
 from shardwright.conf.schema import BYTES, Config
 from shardwright.data import documents
 from shardwright.parallel.layout import Layout
-from shardwright.pretrain import checks_fp8, checks_schedule, plan, requirements
+from shardwright.pretrain import checks_execution, checks_fp8, checks_schedule, plan, requirements
 from shardwright.pretrain import machine as machines
 from shardwright.pretrain.machine import Machine
 from shardwright.pretrain.ranges import divisors, multiples, nearest, numbers_in_range, rest, value_of
@@ -235,6 +235,11 @@ CONFIG_RULES = (
     checks_schedule.weight_decay_has_an_end,
     recomputation_says_what,
     optimizer_states_have_their_kernel,
+    checks_execution.chunks_divide_the_sequence,
+    checks_execution.offloading_stands_alone,
+    checks_execution.recording_suits_the_run,
+    checks_execution.deterministic_has_its_kernels,
+    checks_execution.kernels_need_a_gpu,
     checks_fp8.one_narrow_format,
     checks_fp8.narrow_formats_run_on_bf16,
     checks_fp8.recipe_suits_the_cluster,
@@ -331,6 +336,8 @@ MACHINE_RULES = (
     packages_are_there,
     recomputation_has_its_kernels,
     precision_aware_needs_a_gpu,
+    checks_execution.kernels_are_there,
+    checks_execution.variables_are_deterministic,
     checks_fp8.gpus_compute_the_recipe,
     text_is_there,
 )

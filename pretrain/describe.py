@@ -8,6 +8,7 @@ import torch.distributed as dist
 from shardwright.data.batch_size import BatchSizes
 from shardwright.data.source import Source
 from shardwright.parallel.mcore.engine import Engine
+from shardwright.pretrain import process
 from shardwright.pretrain.plan import Plan
 from shardwright.pretrain.rank import RankContext
 from shardwright.pretrain.trainer_state import TrainerState
@@ -64,6 +65,7 @@ def describe(
             **fp8,
         },
         "kernels": engine.kernels(),
+        "process": process.facts(),
         "memory": engine.memory(),
         "param_groups": engine.parameter_groups(),
         "data": {

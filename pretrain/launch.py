@@ -118,20 +118,13 @@ def launch(
             watch()
 
 
-def defaults(environ: Mapping[str, str], device: str) -> dict[str, str]:
-    """Variables that ranks on one machine should have and that the user did not set.
+def defaults(environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables that ranks on one machine should have and that the user did not set; a rank adds its own (`process`).
 
     Args:
         environ: environment of the launcher.
-        device: "cuda" or "cpu".
     """
-    wanted = {"GLOO_SOCKET_IFNAME": "lo"}
-    if device == "cuda":
-        # megatron-core's overlap of communication and computation relies on the order of one queue
-        wanted["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    else:
-        wanted["OMP_NUM_THREADS"] = "1"
-    return {name: value for name, value in wanted.items() if name not in environ}
+    return {} if "GLOO_SOCKET_IFNAME" in environ else {"GLOO_SOCKET_IFNAME": "lo"}
 
 
 def rank_environ(rank: int, world_size: int, *, port: int, launch_id: str, lock_fd: int) -> dict[str, str]:

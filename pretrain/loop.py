@@ -3,6 +3,7 @@
 Step s of the file names is the state after s optimizer steps; update k (from 1) turns step k-1 into step k.
 """
 
+import gc
 import math
 import resource
 import time
@@ -69,6 +70,8 @@ class Loop:
         finite = self._judge(result, update.number)
         state = state.after_step(update.batch_size, result.num_tokens, updated=result.updated, finite=finite)
         self._report(state, result, update, time.monotonic() - started)
+        if config.execution.gc_interval and state.step % config.execution.gc_interval == 0:
+            gc.collect()
         return state, self._any_rank_wants_to_stop()
 
     @staticmethod

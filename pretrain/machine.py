@@ -84,6 +84,24 @@ def gpu_state(local_rank: int, environ: Mapping[str, str] = os.environ) -> dict[
     return state
 
 
+def cores_near_gpu(local_rank: int, environ: Mapping[str, str] = os.environ) -> set[int]:
+    """CPU cores on the NUMA node of the GPU that a local rank has; empty where NVML does not say."""
+    notes: list[str] = []
+    num_words = -(-(os.cpu_count() or 1) // 64)
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return set()
+    try:
+        for handle in _visible(environ.get("CUDA_VISIBLE_DEVICES"), notes)[local_rank : local_rank + 1]:
+            scope = pynvml.NVML_AFFINITY_SCOPE_NODE
+            words = _ask(pynvml.nvmlDeviceGetCpuAffinityWithinScope, notes, handle, num_words, scope) or []
+            return {64 * place + bit for place, word in enumerate(words) for bit in range(64) if word >> bit & 1}
+    finally:
+        pynvml.nvmlShutdown()
+    return set()
+
+
 def device(config: Config, machine: Machine) -> str:
     """`cuda` or `cpu`: where the ranks of this machine compute."""
     if config.cluster.gpu is GpuKind.auto:

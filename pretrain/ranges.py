@@ -37,6 +37,7 @@ RANGES = (
             "checkpoint": "keep_last",
             "resilience": "distributed_timeout_seconds",
             "telemetry": "log_interval",
+            "execution": "cross_entropy_chunks",
             "cluster": "nodes gpus_per_node ranks",
         },
     ),
@@ -50,6 +51,7 @@ RANGES = (
             "optimizer": "min_lr weight_decay clip_grad",
             "schedule": "lr_warmup_iters lr_warmup_samples end_weight_decay eval_interval eval_iters",
             "checkpoint": "save_interval load_step",
+            "execution": "cpu_offloading_num_layers gc_interval",
         },
     ),
     Range(

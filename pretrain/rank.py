@@ -18,7 +18,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from shardwright.conf.schema import Config
-from shardwright.pretrain import faults, guard, ranks
+from shardwright.pretrain import faults, guard, process, ranks
 from shardwright.pretrain.events import EventLog
 from shardwright.pretrain.folder import Attempt, RunFolder
 from shardwright.pretrain.launch import STOP_SIGNALS
@@ -115,6 +115,7 @@ def work(
     stop.install()
     try:
         context = _context(environment, attempt, stop, display)
+        process.prepare(context.config, context.device, environment.local_rank)
         return (engine or _torch_engine())(context)
     except BaseException as error:
         traceback.print_exc()

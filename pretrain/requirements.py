@@ -36,6 +36,9 @@ REQUIREMENTS = {
         "2.20",
         "in the checkout: pip install --no-build-isolation -c constraints.txt -e '.[te]'",
     ),
+    "flash_attn": Requirement(
+        "flash_attn", ("flash-attn", "flash-attn-3"), "2.7", "pip install --no-build-isolation flash-attn"
+    ),
     "plotly": Requirement(
         "plotly", ("plotly",), "6", "in the checkout: pip install -c constraints.txt -e '.[telemetry]'"
     ),

@@ -4,6 +4,7 @@ data on disk → process groups → model and optimizer → resume → loop → 
 collectives: the exception leaves, `rank` writes it down and ends the process.
 """
 
+import gc
 import time
 from datetime import timedelta
 from functools import partial
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from shardwright.conf.choices import CudaGraph
 from shardwright.data.batch_size import BatchSizes
 from shardwright.data.loader import batches
 from shardwright.data.sampler import DataPosition, samples_needed
@@ -60,7 +62,8 @@ def assemble(context: RankContext) -> tuple["Loop", TrainerState]:
     plan = make_plan(config)
 
     context.phase("importing megatron-core")
-    device = mcore_environment.prepare(context.device, env.local_rank)
+    deterministic = config.execution.deterministic_mode
+    device = mcore_environment.prepare(context.device, env.local_rank, deterministic=deterministic)
     from shardwright.parallel.mcore import shards
     from shardwright.parallel.mcore.datasets import gpt_epoch
     from shardwright.parallel.mcore.engine import Engine
@@ -94,6 +97,10 @@ def assemble(context: RankContext) -> tuple["Loop", TrainerState]:
         context.phase("loading the checkpoint")
         shards.load(engine, context.load, with_rng=TrainerState.read_layout(context.load) == plan.layout)
 
+    if config.execution.gc_interval:  # from here on the loop collects
+        gc.collect()
+        gc.freeze()
+        gc.disable()
     ranks = rank_map(plan, engine)
     if env.rank == 0:
         _forget_later_steps(context, state.step)
@@ -121,7 +128,8 @@ def connect(context: RankContext, layout: Layout, device: torch.device) -> "Grou
     context.phase("connecting ranks")
     rank, timeout_seconds = context.environment.rank, context.config.resilience.distributed_timeout_seconds
     connected = groups.start(layout, device, rank, timeout_seconds, _store(context, timeout_seconds))
-    groups.seed_everything(context.config.run.seed, layout, rank)
+    recorded = context.config.execution.cuda_graph_impl is not CudaGraph.none
+    groups.seed_everything(context.config.run.seed, layout, rank, recorded=recorded)
     return connected
 
 

@@ -29,6 +29,7 @@ def start_facts(data: Mapping[str, Any]) -> Facts:
         ("layout", _layout(data.get("layout", {}))),
         ("precision", _pairs(data.get("precision", {}))),
         ("kernels", ", ".join(f"{name.replace('_', ' ')} by {by}" for name, by in data.get("kernels", {}).items())),
+        ("process", ", ".join(f"{name} {value}" for name, value in data.get("process", {}).items())),
         ("memory", _memory(data.get("memory", {}))),
         ("optimizer", _param_groups(data.get("param_groups", []))),
         ("data", _data(data.get("data", {}))),

@@ -84,7 +84,7 @@ def _run_ranks(start: Start, attempt: Attempt, lock: Lock, display: Display) -> 
             (display.event if "kind" in row else display.metrics)(row)
         display.tick()
 
-    added = defaults(os.environ, start.device)
+    added = defaults(os.environ)
     if added:
         settings = ", ".join(f"{name}={value}" for name, value in added.items())
         display.note(f"environment of the ranks: {settings} (was not set)")

@@ -19,7 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from shardwright.conf.schema import Config
 from shardwright.data.loader import Batch
 from shardwright.parallel.layout import Layout
-from shardwright.parallel.mcore.model import build_gpt, wrap_data_parallel
+from shardwright.parallel.mcore.model import build_gpt, loss_arguments, wrap_data_parallel
 from shardwright.parallel.mcore.translate import megatron_configs
 
 
@@ -49,12 +49,13 @@ def bare_step(
     if config.parallel.overlap_grad_reduce:
         transformer.no_sync_func, transformer.grad_sync_func = model.no_sync, model.start_grad_sync
     forward_backward = get_forward_backward_func()
+    forward = partial(_forward, loss_arguments(config, layout))
 
     def step(microbatches: list[Batch]) -> torch.Tensor:
         model.zero_grad_buffer()
         optimizer.zero_grad()
         reports = forward_backward(
-            forward_step_func=_forward,
+            forward_step_func=forward,
             data_iterator=iter(microbatches),
             model=[model],
             num_microbatches=len(microbatches),
@@ -68,9 +69,10 @@ def bare_step(
     return step
 
 
-def _forward(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+def _forward(arguments: dict[str, Any], batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
     batch = next(batches)
-    return model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]), partial(_loss, batch)
+    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **arguments)
+    return losses, partial(_loss, batch)
 
 
 def _loss(batch: Batch, loss_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:

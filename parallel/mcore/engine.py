@@ -22,8 +22,9 @@ from shardwright.conf.schema import Config
 from shardwright.data.loader import Batch
 from shardwright.parallel.layout import Layout
 from shardwright.parallel.mcore import fp8_state, torch_adam
+from shardwright.parallel.mcore.graphs import Graphs
 from shardwright.parallel.mcore.groups import Groups
-from shardwright.parallel.mcore.model import build_gpt, wrap_data_parallel
+from shardwright.parallel.mcore.model import build_gpt, loss_arguments, wrap_data_parallel
 from shardwright.parallel.mcore.translate import megatron_configs
 
 
@@ -88,7 +89,9 @@ class Engine:
         self.optimizer = get_megatron_optimizer(configs.optimizer, [self.model], self._group_overrides)
         torch_adam.create_state(self.optimizer)
         self._refuse_non_finite_norms()
-        self._forward_backward = get_forward_backward_func()
+        self._graphs = Graphs(config, [self.model], self.optimizer, self.groups, layout.dp)
+        self._forward_backward = self._graphs.wrap(get_forward_backward_func())
+        self._loss = loss_arguments(config, layout)
         transformer = configs.transformer
         transformer.grad_scale_func = self.optimizer.scale_loss
         transformer.finalize_model_grads_func = partial(finalize_model_grads, pg_collection=self.groups)
@@ -110,6 +113,7 @@ class Engine:
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_mult"]
             group["weight_decay"] = weight_decay * group["wd_mult"]
+        self._graphs.before_step()
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         loss_scale = self.optimizer.get_loss_scale() if self.transformer_config.fp16 else None
@@ -242,7 +246,7 @@ class Engine:
 
     def _forward(self, batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         batch = {name: tensor.to(self.device, non_blocking=True) for name, tensor in next(batches).items()}
-        loss_BS = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+        loss_BS = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **self._loss)
         return loss_BS, partial(_token_loss, batch["loss_mask"])
 
     def _reduce(self, sums: torch.Tensor) -> torch.Tensor:

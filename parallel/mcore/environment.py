@@ -12,7 +12,7 @@ import torch
 from shardwright.parallel.mcore import cpu_device
 
 
-def prepare(device: str, local_rank: int = 0) -> torch.device:
+def prepare(device: str, local_rank: int = 0, *, deterministic: bool = False) -> torch.device:
     """Make this process ready for megatron-core on `device` ("cpu" or "cuda"); every rank calls it once.
 
     On the CPU Transformer Engine is hidden: it imports without a GPU, and megatron-core would then take its Adam, which
@@ -23,6 +23,7 @@ def prepare(device: str, local_rank: int = 0) -> torch.device:
     """
     logging.getLogger("megatron").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"megatron\..*|torch\.distributed.*")
+    torch.use_deterministic_algorithms(deterministic)
     if device == "cuda":
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)

@@ -60,12 +60,18 @@ def start(layout: Layout, device: torch.device, rank: int, timeout_seconds: int,
     return Groups(ProcessGroupCollection.use_mpu_process_groups(), control)
 
 
-def seed_everything(seed: int, layout: Layout, rank: int) -> None:
+def seed_everything(seed: int, layout: Layout, rank: int, *, recorded: bool = False) -> None:
     """Seed Python, numpy and torch as megatron-core's training does: pipeline stages differ, data-parallel replicas
     agree, tensor-parallel ranks differ only inside the tracker's tensor-parallel state.
+
+    Args:
+        seed: of the run.
+        layout: where the ranks stand.
+        rank: global rank.
+        recorded: whether CUDA graphs are used, which need Transformer Engine's tracker.
     """
     seed += 100 * layout.coordinates(rank).pp
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, te_rng_tracker=recorded)

@@ -1,13 +1,17 @@
 """The one place where a model is built: its class, layer spec and data-parallel wrapper can change here alone."""
 
+from typing import Any
+
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from shardwright.conf.schema import Model
+from shardwright.conf.schema import Config, Model
 from shardwright.parallel.layout import Layout
+from shardwright.parallel.mcore import wgrad_fusion
 from shardwright.parallel.mcore.layers import decoder_block_spec
+from shardwright.parallel.mcore.loss_in_chunks import loss_in_chunks
 from shardwright.parallel.mcore.translate import MegatronConfigs
 
 
@@ -30,6 +34,8 @@ def build_gpt(
         device: where the parameters go.
         rank: global rank.
     """
+    if configs.transformer.gradient_accumulation_fusion:
+        wgrad_fusion.install()
     pp_rank = layout.coordinates(rank).pp
     gpt = GPTModel(
         config=configs.transformer,
@@ -53,3 +59,11 @@ def wrap_data_parallel(
 ) -> DistributedDataParallel:
     """Give the model its gradient buffers and data-parallel reduction."""
     return DistributedDataParallel(config=configs.transformer, ddp_config=configs.ddp, module=gpt, pg_collection=groups)
+
+
+def loss_arguments(config: Config, layout: Layout) -> dict[str, Any]:
+    """What `GPTModel.forward` gets beside its batch, where output layer and loss are computed in pieces."""
+    num_chunks = config.execution.cross_entropy_chunks
+    if num_chunks == 1:
+        return {}
+    return {"output_processor": loss_in_chunks(num_chunks, layout.tp if config.parallel.sp else 1)}

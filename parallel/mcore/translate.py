@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
 
-from shardwright.conf.choices import Activation, DType, StateDType
-from shardwright.conf.schema import Config
+from shardwright.conf.choices import Activation, CrossEntropy, CudaGraph, DType, StateDType
+from shardwright.conf.schema import Config, Execution
 from shardwright.parallel.layout import Layout
 
 DTYPES: dict[Enum, torch.dtype] = {
@@ -78,21 +79,43 @@ def _transformer(config: Config, layout: Layout, device: torch.device) -> Transf
         # the loss is a sum over tokens, divided once by the tokens of the whole global batch
         calculate_per_token_loss=True,
         use_cpu_initialization=not on_gpu,
-        # fused kernels
-        bias_activation_fusion=on_gpu,
-        bias_dropout_fusion=on_gpu,
-        masked_softmax_fusion=False,  # megatron-core's own kernel; Transformer Engine's attention has its own
-        apply_rope_fusion=on_gpu,
-        persist_layer_norm=on_gpu,
-        gradient_accumulation_fusion=False,
-        cross_entropy_loss_fusion=on_gpu,
-        cross_entropy_fusion_impl="te" if on_gpu else "native",
+        **_execution(config.execution, on_gpu=on_gpu),
         recompute_granularity=None if model.recompute_granularity is None else model.recompute_granularity.value,
         recompute_method=None if model.recompute_method is None else model.recompute_method.value,
         recompute_num_layers=model.recompute_num_layers,
         recompute_modules=list(model.recompute_modules),
         **narrow,
     )
+
+
+def _execution(execution: Execution, *, on_gpu: bool) -> dict[str, Any]:
+    """Kernels and memory; what is not chosen is on where the device has it."""
+
+    def chosen(choice: bool | None) -> bool:
+        return on_gpu if choice is None else choice
+
+    loss, layers = execution.cross_entropy, execution.cpu_offloading_num_layers
+    if loss is CrossEntropy.auto:
+        fused = on_gpu and not execution.deterministic_mode
+        loss = CrossEntropy.transformer_engine if fused else CrossEntropy.unfused
+    return {
+        "attention_backend": AttnBackend[execution.attention_backend.name],
+        "bias_activation_fusion": chosen(execution.bias_activation_fusion),
+        "bias_dropout_fusion": chosen(execution.bias_dropout_fusion),
+        "masked_softmax_fusion": False,  # megatron-core's own kernel; Transformer Engine's attention has its own
+        "apply_rope_fusion": chosen(execution.apply_rope_fusion),
+        "persist_layer_norm": on_gpu,
+        "gradient_accumulation_fusion": chosen(execution.gradient_accumulation_fusion),
+        "cross_entropy_loss_fusion": loss is not CrossEntropy.unfused,
+        "cross_entropy_fusion_impl": "te" if loss is CrossEntropy.transformer_engine else "native",
+        "cpu_offloading": layers > 0,
+        "cpu_offloading_num_layers": layers,
+        "cpu_offloading_weights": False,
+        "cuda_graph_impl": execution.cuda_graph_impl.value,
+        "cuda_graph_modules": [],  # of a recorded layer everything
+        "use_te_rng_tracker": execution.cuda_graph_impl is not CudaGraph.none,
+        "deterministic_mode": execution.deterministic_mode,
+    }
 
 
 def _ddp(config: Config) -> DistributedDataParallelConfig:

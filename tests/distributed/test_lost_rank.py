@@ -17,7 +17,7 @@ LIMIT_SECONDS = 60.0
 class FaultyRun:
     """A run with a planted fault, and all that can be known of it afterwards."""
 
-    def __init__(self, run_dir: Path, kind: str) -> None:
+    def __init__(self, run_dir: Path, kind: str, *overrides: str) -> None:
         command = commands.start(
             run_dir,
             *commands.SMALL,
@@ -25,6 +25,7 @@ class FaultyRun:
             "data=mock",
             "checkpoint.save_interval=2",
             "schedule.eval_interval=0",
+            *overrides,
             fault=f"1:3:{kind}",
         )
         command.wait_for(lambda: 2 in commands.steps(run_dir))
@@ -69,3 +70,23 @@ def test_a_loss_that_is_not_finite_on_one_rank_stops_all_before_anything_is_save
     assert "update 3: the loss is nan" in run.out
     assert run.steps == [1, 2]
     assert run.checkpoints == ["latest", "step_00000002"]
+
+
+def test_one_lost_loss_stops_all_and_names_its_rank(tmp_path: Path) -> None:
+    run = FaultyRun(tmp_path / "run", "loses_a_loss")
+    assert (run.code, run.left) == (3, []), run.out
+    assert "update 3: the loss is nan on rank 1" in run.out
+    assert run.steps == [1, 2]
+    assert run.checkpoints == ["latest", "step_00000002"]
+
+
+def test_one_lost_loss_is_skipped_and_counted_where_that_is_the_policy(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = FaultyRun(folder, "loses_a_loss", "resilience.on_non_finite=skip", "schedule.train_iters=5")
+    assert (run.code, run.left) == (0, []), run.out
+    assert run.steps == [1, 2, 3, 4, 5]
+    counted = [(row["skipped_updates"], row["non_finite_updates"]) for row in commands.rows(folder)]
+    assert counted == [(0, 0), (0, 0), (1, 1), (1, 1), (1, 1)]
+    [skipped] = commands.events(folder, "update_skipped")
+    assert (skipped["step"], skipped["data"]["reason"]) == (3, "update 3: the loss is nan on rank 1")
+    assert all(row["loss"] == row["loss"] for row in commands.rows(folder) if row["step"] != 3), "weights are whole"

@@ -7,7 +7,7 @@ import pytest
 from shardwright.conf.compose import compose, schema_keys
 from shardwright.conf.problems import Problem
 from shardwright.conf.schema import Config
-from shardwright.pretrain import checks, plan
+from shardwright.pretrain import checks, checks_execution, plan
 from shardwright.pretrain.machine import Gpu, Machine, device
 from shardwright.pretrain.ranges import divisors, ranged_keys
 
@@ -50,6 +50,8 @@ def broken_here(machine: Machine, *overrides: str) -> list[Problem]:
         ["data=text", "data.files=[a.jsonl,'b*.txt']", "data.tokenizer=bytes"],
         ["data=text", "data.files=[a.jsonl]", "data.tokenizer=t.model", "data.eod_token='<eos>'"],
         ["optimizer.min_lr=0", "schedule.lr_decay_iters=1000"],
+        ["execution=deterministic", "execution.cross_entropy_chunks=8", "execution.gc_interval=0"],
+        ["execution.cuda_graph_impl=full_iteration", "model.recompute_granularity=selective", "cluster.gpu=h200"],
     ],
 )
 def test_a_sound_configuration_breaks_no_rule(overrides: list[str]) -> None:
@@ -222,6 +224,31 @@ def test_a_number_out_of_range_is_refused_without_upsetting_other_rules(override
     assert remedy in str(found[0])
 
 
+@pytest.mark.parametrize(
+    ("overrides", "key", "words"),
+    [
+        ("cross_entropy_chunks=3", "cross_entropy_chunks", "chunks=2 or execution.cross_entropy_chunks=4 works"),
+        ("cpu_offloading_num_layers=4", "cpu_offloading_num_layers", "cpu_offloading_num_layers=3 works"),
+        ("cpu_offloading_num_layers=1 parallel.pp=2 cluster.ranks=2", "cpu_offloading_num_layers", "parallel.pp=1"),
+        (
+            "cpu_offloading_num_layers=1 model.recompute_granularity=selective",
+            "cpu_offloading_num_layers",
+            "model.recompute_granularity=null works",
+        ),
+        ("cuda_graph_impl=full_iteration data.rampup_batch_size=[4,4,9]", "cuda_graph_impl", "rampup_batch_size"),
+        ("cuda_graph_impl=local cpu_offloading_num_layers=1", "cuda_graph_impl", "cuda_graph_impl=none works"),
+        ("cuda_graph_impl=transformer_engine model.recompute_granularity=selective", "cuda_graph_impl", "computed aga"),
+        ("deterministic_mode=true cross_entropy=native", "cross_entropy", "execution.cross_entropy=unfused works"),
+        ("attention_backend=fused cluster.gpu=none", "attention_backend", "execution.attention_backend=auto works"),
+        ("apply_rope_fusion=true cluster.gpu=none", "apply_rope_fusion", "execution.apply_rope_fusion=null works"),
+    ],
+)
+def test_what_a_step_cannot_be_computed_with_is_refused(overrides: str, key: str, words: str) -> None:
+    typed = [word if "." in word else f"execution.{word}" for word in overrides.split()]
+    found = {problem.key: str(problem) for problem in broken(*typed)}
+    assert words in found[f"execution.{key}"]
+
+
 def test_every_number_of_the_schema_has_a_range() -> None:
     numbers = {key for key, kind in schema_keys().items() if kind in (int, float, int | None, float | None)}
     assert set(ranged_keys()) == numbers
@@ -290,6 +317,13 @@ def test_the_device_follows_the_config_and_the_machine(choice: str, gpus: tuple[
             "sentencepiece",
             "pip install -c constraints.txt -e '.[sentencepiece]'",
         ),
+        (
+            CPU_MACHINE,
+            "execution.gradient_accumulation_fusion=true",
+            "execution.gradient_accumulation_fusion",
+            "needs a GPU; execution.gradient_accumulation_fusion=null works",
+        ),
+        (machine_of(H200), "execution.attention_backend=flash", "flash-attn", "pip install"),
         (CPU_MACHINE, "data=text data.files=[a.txt] data.tokenizer=bytes", "data.files", "there is no such file"),
         (CPU_MACHINE, "data=text data.files=[.] data.tokenizer=t.json", "data.tokenizer", "there is no such file"),
     ],
@@ -297,6 +331,15 @@ def test_the_device_follows_the_config_and_the_machine(choice: str, gpus: tuple[
 def test_a_machine_that_cannot_run_it_is_told_why(machine: Machine, overrides: str, key: str, words: str) -> None:
     found = {problem.key: str(problem) for problem in broken_here(machine, *overrides.split())}
     assert words in found[key]
+
+
+def test_a_variable_that_makes_results_differ_is_refused_in_a_deterministic_run() -> None:
+    config = compose(["execution=deterministic"])
+    environ = {"NCCL_ALGO": "Tree", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    (problem,) = checks_execution.variables_are_deterministic(config, machine_of(H200), environ)
+    assert "NCCL_ALGO=Ring" in str(problem)
+    assert not list(checks_execution.variables_are_deterministic(config, CPU_MACHINE, environ))
+    assert not list(checks_execution.variables_are_deterministic(compose([]), machine_of(H200), environ))
 
 
 def test_fp8_on_the_cpu_asks_for_a_gpu_and_not_for_a_package() -> None:

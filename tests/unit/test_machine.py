@@ -41,6 +41,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         "nvmlDeviceGetClockInfo": lambda handle, kind: 1000 * int(handle[-1]) + kind,
         "nvmlDeviceGetTemperature": lambda handle, sensor: 40 + int(handle[-1]),
         "nvmlDeviceGetPowerUsage": lambda handle: 690_000,
+        "nvmlDeviceGetCpuAffinityWithinScope": lambda handle, num_words, scope: [0b1100 << int(handle[-1]), 1],
     }
     for name, answer in answers.items():
         monkeypatch.setattr(pynvml, name, query(answer, name))
@@ -122,3 +123,10 @@ def test_the_state_of_a_rank_s_gpu_is_read(nvml: Callable[..., None]) -> None:
         "power_watts": 690.0,
     }
     assert set(machine.gpu_state(7, {}).values()) == {None}, "NVML shows no such GPU"
+
+
+def test_cores_near_a_gpu_are_those_of_the_local_rank_s(nvml: Callable[..., None]) -> None:
+    assert machine.cores_near_gpu(0, {}) == {2, 3, 64}
+    assert machine.cores_near_gpu(0, {"CUDA_VISIBLE_DEVICES": "2"}) == {4, 5, 64}
+    nvml("nvmlDeviceGetCpuAffinityWithinScope")
+    assert machine.cores_near_gpu(0, {}) == set()

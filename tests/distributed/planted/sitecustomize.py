@@ -30,6 +30,15 @@ def happen(kind: str, engine: Any) -> None:
             raise ValueError("the planted error")
         case "has_nan":
             engine.optimizer.param_groups[0]["params"][0].data.fill_(float("nan"))
+        case "loses_a_loss":
+            gpt, nan = engine.model.module, float("nan")
+            compute = gpt.compute_language_model_loss
+
+            def once(*arguments: Any) -> Any:
+                del gpt.compute_language_model_loss
+                return compute(*arguments) * nan
+
+            gpt.compute_language_model_loss = once
 
 
 def plant(module: ModuleType, step: int, kind: str) -> None:
