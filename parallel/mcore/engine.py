@@ -17,15 +17,20 @@ import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch.profiler import record_function
 
+from shardwright.conf.choices import CudaGraph
 from shardwright.conf.schema import Config
 from shardwright.data.loader import Batch
 from shardwright.parallel.layout import Layout
-from shardwright.parallel.mcore import fp8_state, torch_adam
+from shardwright.parallel.mcore import fp8_state, torch_adam, wgrad_fusion
 from shardwright.parallel.mcore.graphs import Graphs
 from shardwright.parallel.mcore.groups import Groups
 from shardwright.parallel.mcore.model import build_gpt, loss_arguments, wrap_data_parallel
 from shardwright.parallel.mcore.translate import megatron_configs
+
+FORWARD_AND_BACKWARD, UPDATE = "forward and backward", "update"
+"""Parts of a step in a profiler's trace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,13 +122,15 @@ class Engine:
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         loss_scale = self.optimizer.get_loss_scale() if self.transformer_config.fp16 else None
-        own = self._run(microbatches, forward_only=False)
-        reduced = self._reduce(own.clone())
+        with record_function(FORWARD_AND_BACKWARD):
+            own = self._run(microbatches, forward_only=False)
+            reduced = self._reduce(own.clone())
         grad_norm: float | None
-        try:
-            updated, grad_norm, _ = self.optimizer.step()
-        except _NonFiniteNormError as error:
-            updated, grad_norm = False, error.norm
+        with record_function(UPDATE):
+            try:
+                updated, grad_norm, _ = self.optimizer.step()
+            except _NonFiniteNormError as error:
+                updated, grad_norm = False, error.norm
         loss_sum, num_tokens = reduced.tolist()
         finite = math.isfinite(loss_sum) and (grad_norm is None or math.isfinite(grad_norm))
         return StepResult(
@@ -206,10 +213,19 @@ class Engine:
         parts = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
         adam = type(parts[0].optimizer)
         layers = f"Transformer Engine {version('transformer-engine')}" if on_gpu else "megatron-core local"
+        transformer, execution = self.transformer_config, self.config.execution
+        loss = "megatron-core, unfused"
+        if transformer.cross_entropy_loss_fusion:
+            loss = {"te": "Transformer Engine", "native": "megatron-core, fused"}[transformer.cross_entropy_fusion_impl]
+        if execution.cross_entropy_chunks > 1:
+            loss += f" in {execution.cross_entropy_chunks} chunks"
+        fused = wgrad_fusion.install() if transformer.gradient_accumulation_fusion else None
         return {
             "layers": layers,
-            "attention": layers if on_gpu else "megatron-core unfused",
-            "cross_entropy": "Transformer Engine" if on_gpu else "megatron-core",
+            "attention": f"{layers}, {execution.attention_backend.name}" if on_gpu else "megatron-core, unfused",
+            "cross_entropy": loss,
+            "weight gradients": f"fused with their sum, {fused}" if fused else "summed apart",
+            **({} if execution.cuda_graph_impl is CudaGraph.none else {"graphs": execution.cuda_graph_impl.name}),
             "optimizer": f"{adam.__module__.split('.')[0]} {adam.__name__}",
             "communication": dist.get_backend(),
         }
