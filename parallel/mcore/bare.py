@@ -39,7 +39,7 @@ def bare_step(
     """
     configs = megatron_configs(config, layout, device)
     transformer = configs.transformer
-    gpt = build_gpt(config.model, padded_vocab_size, configs, layout, groups, device, rank)
+    gpt = build_gpt(config, padded_vocab_size, configs, layout, groups, device, rank)
     model = wrap_data_parallel(gpt, configs, groups)
     optimizer = get_megatron_optimizer(configs.optimizer, [model])
     for group in optimizer.param_groups:  # megatron-core leaves that to its scheduler: without one, norms decay too

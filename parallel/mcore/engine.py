@@ -85,7 +85,7 @@ class Engine:
         self.is_last_stage = layout.coordinates(rank).pp == layout.pp - 1
         configs = megatron_configs(config, layout, device)
         self.transformer_config = configs.transformer
-        gpt = build_gpt(config.model, padded_vocab_size, configs, layout, self.groups, device, rank)
+        gpt = build_gpt(config, padded_vocab_size, configs, layout, self.groups, device, rank)
         self.model = wrap_data_parallel(gpt, configs, self.groups)
         if device.type == "cuda":
             fp8_state.install()

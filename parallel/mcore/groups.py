@@ -74,4 +74,4 @@ def seed_everything(seed: int, layout: Layout, rank: int, *, recorded: bool = Fa
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(seed, te_rng_tracker=recorded)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, te_rng_tracker=recorded, force_reset_rng=True)

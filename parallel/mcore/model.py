@@ -4,10 +4,11 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.full_cuda_graph import get_shared_capture_stream
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from shardwright.conf.schema import Config, Model
+from shardwright.conf.schema import Config
 from shardwright.parallel.layout import Layout
 from shardwright.parallel.mcore import wgrad_fusion
 from shardwright.parallel.mcore.layers import decoder_block_spec
@@ -16,7 +17,7 @@ from shardwright.parallel.mcore.translate import MegatronConfigs
 
 
 def build_gpt(
-    model: Model,
+    config: Config,
     padded_vocab_size: int,
     configs: MegatronConfigs,
     layout: Layout,
@@ -27,7 +28,7 @@ def build_gpt(
     """This rank's part of the GPT decoder, on its device; every rank calls it.
 
     Args:
-        model: architecture.
+        config: the run.
         padded_vocab_size: rows of the embedding over all TP ranks.
         configs: megatron-core's configs of the run.
         layout, groups: where the ranks stand.
@@ -36,7 +37,7 @@ def build_gpt(
     """
     if configs.transformer.gradient_accumulation_fusion:
         wgrad_fusion.install()
-    pp_rank = layout.coordinates(rank).pp
+    model, pp_rank = config.model, layout.coordinates(rank).pp
     gpt = GPTModel(
         config=configs.transformer,
         transformer_layer_spec=decoder_block_spec(configs.transformer, device),
@@ -50,6 +51,9 @@ def build_gpt(
         rotary_base=model.rotary_base,
         pg_collection=groups,
     ).to(device)
+    if config.execution.cross_entropy_chunks > 1 and gpt.post_process:
+        # a checkpointed piece sees its weight without the gradient buffer that fusion would add to
+        gpt.output_layer.gradient_accumulation_fusion = False
     # as megatron-core's Float16Module: activations enter and leave in the parameters' format
     return gpt.to(configs.transformer.params_dtype)
 
@@ -58,7 +62,23 @@ def wrap_data_parallel(
     gpt: GPTModel, configs: MegatronConfigs, groups: ProcessGroupCollection
 ) -> DistributedDataParallel:
     """Give the model its gradient buffers and data-parallel reduction."""
-    return DistributedDataParallel(config=configs.transformer, ddp_config=configs.ddp, module=gpt, pg_collection=groups)
+
+    def wrapped() -> DistributedDataParallel:
+        return DistributedDataParallel(
+            config=configs.transformer, ddp_config=configs.ddp, module=gpt, pg_collection=groups
+        )
+
+    recorded = configs.transformer.cuda_graph_impl
+    if recorded == "none":
+        return wrapped()
+    # The wrapper keeps every parameter's AccumulateGrad node, and a node keeps the stream it was made on: a recording
+    # fails where that is the default stream. Source: megatron-core 0.19.2, megatron/training/training.py:1870.
+    stream = get_shared_capture_stream() if recorded == "full_iteration" else torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        model = wrapped()
+    torch.cuda.current_stream().wait_stream(stream)
+    return model
 
 
 def loss_arguments(config: Config, layout: Layout) -> dict[str, Any]:

@@ -11,7 +11,7 @@ failed=0
 for setting in ${SETTINGS-bench_8b_16l bench_llama32_1b}; do
   for precision in ${PRECISIONS-bf16 fp8_delayed}; do
     echo "=== $setting $precision" >&2
-    python3 -P -m shardwright.pretrain bench step "experiment=$setting" "precision=$precision" --against bare \
+    python3 -P -m shardwright.pretrain bench step "experiment=$setting" "precision=$precision" ${AGAINST---against bare} \
       --warmup "${WARMUP:-5}" --steps "${STEPS:-10}" --json ${OVERRIDES:-} > "$results/part" || { failed=1; continue; }
     mv "$results/part" "$results/$setting.$precision.json"
   done
@@ -26,6 +26,7 @@ print("|---|---|---|---|---|---|---|---|---|---|")
 for path in sorted(Path(sys.argv[1]).glob("*.json")):
     found, (setting, precision) = json.loads(path.read_text()), path.stem.split(".")
     ratio = found["ratio"]
+    beside = f"{ratio['overall']:.4f} ± {ratio['spread']:.4f}, losses {ratio['loss_difference']:.0e}" if ratio else "-"
     for each in found["measurements"]:
         gpu = (each["gpus"] or [{}])[0]
         state = [gpu.get(name) for name in ("sm_clock_mhz", "temperature_celsius", "power_watts")]
@@ -40,7 +41,7 @@ for path in sorted(Path(sys.argv[1]).glob("*.json")):
             f"{milliseconds[0]} ({milliseconds[1]}-{milliseconds[2]})",
             f"{next(iter(each['memory'].values())) / 2**30:.1f}",
             ", ".join("-" if value is None else f"{value:.0f}" for value in state),
-            f"{ratio['overall']:.4f} ± {ratio['spread']:.4f}, losses {ratio['loss_difference']:.0e}",
+            beside,
         ]
         print("|", " | ".join(cells), "|")
 TABLE

@@ -1,6 +1,13 @@
-"""One rank inside of the test process: groups are started once, engines are built one after another."""
+"""One rank inside of the test process: groups are started once, engines are built one after another.
 
+As a program (`one_rank.py OVERRIDES`) it trains one engine and prints its curve as JSON: a recorded CUDA graph, above all
+one that failed, changes the process it was in.
+"""
+
+import dataclasses
 import gc
+import json
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,11 +87,13 @@ class OneRank:
         layout, on_gpu = plan.layout(config), self.kind == "cuda"
         recorded = config.execution.cuda_graph_impl is not CudaGraph.none
         groups.seed_everything(config.run.seed, layout, 0, recorded=recorded)
+        before = 0
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
         engine = Engine(config, layout, self.groups, self.device, 0, plan.padded_vocab_size(config.model))
         results = [engine.train_step(step_of(config, number), 1e-3, 0.1) for number in range(num_steps)]
-        peak = torch.cuda.max_memory_allocated() if on_gpu else 0
+        peak = torch.cuda.max_memory_allocated() - before if on_gpu else 0
         curve = Curve([each.loss for each in results], [each.grad_norm for each in results], peak, engine.kernels())
         del engine, results
         self.forget()
@@ -117,3 +126,7 @@ def step_of(config: Config, seed: int) -> list[Batch]:
             }
         )
     return steps
+
+
+if __name__ == "__main__":
+    print(json.dumps(dataclasses.asdict(OneRank("cuda").train(*sys.argv[1:]))))

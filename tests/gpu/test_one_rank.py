@@ -3,11 +3,16 @@
 `pytest tests/gpu -m gpu -s` prints a table of what was seen.
 """
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 
+from . import one_rank
 from .one_rank import Curve, OneRank, step_of
 
 pytestmark = pytest.mark.gpu
@@ -44,7 +49,7 @@ def tell(capsys: pytest.CaptureFixture[str]) -> Callable[[str, Curve], None]:
 def test_the_kernels_in_use_are_told(plain: Curve, tell: Callable[[str, Curve], None]) -> None:
     tell(str(plain.kernels), plain)
     assert "Transformer Engine" in plain.kernels["layers"]
-    assert plain.losses[-1] < plain.losses[0] - 0.5
+    assert plain.losses[3] < plain.losses[0] - 0.3, "the fourth step sees the first one's tokens again"
 
 
 @pytest.mark.parametrize(
@@ -60,9 +65,6 @@ def test_the_kernels_in_use_are_told(plain: Curve, tell: Callable[[str, Curve], 
         "execution.attention_backend=fused",
         "execution.attention_backend=unfused",
         "execution.cpu_offloading_num_layers=3",
-        "execution.cuda_graph_impl=local",
-        "execution.cuda_graph_impl=transformer_engine",
-        "execution.cuda_graph_impl=full_iteration",
         "execution=deterministic",
         "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1",
         "model.recompute_granularity=selective model.recompute_modules=[core_attn]",
@@ -80,7 +82,7 @@ def test_how_a_step_is_computed_does_not_change_what(
     curve = rank.train(*overrides.split(), deterministic="deterministic" in overrides)
     tell(overrides, curve)
     if "share_embeddings" in overrides:  # another model
-        assert curve.losses[-1] < curve.losses[0] - 0.5
+        assert curve.losses[3] < curve.losses[0] - 0.3
     else:
         assert curve.losses == pytest.approx(plain.losses, rel=BF16)
 
@@ -102,11 +104,17 @@ def test_a_recipe_trains_like_bf16_and_not_in_it(
 
 
 @pytest.mark.parametrize("graph", ["local", "transformer_engine", "full_iteration"])
-@pytest.mark.parametrize("precision", ["fp8_delayed", "fp8_current"])
-def test_fp8_can_be_recorded(rank: OneRank, tell: Callable[[str, Curve], None], precision: str, graph: str) -> None:
+@pytest.mark.parametrize("precision", ["bf16", "fp8_delayed", "fp8_current"])
+def test_a_recorded_step_is_the_step(
+    rank: OneRank, tell: Callable[[str, Curve], None], precision: str, graph: str
+) -> None:
     usual = rank.train(f"precision={precision}")
-    curve = rank.train(f"precision={precision}", f"execution.cuda_graph_impl={graph}")
-    tell(f"{precision}, graph {graph}", curve)
+    overrides = [f"precision={precision}", f"execution.cuda_graph_impl={graph}"]
+    command = [sys.executable, str(Path(one_rank.__file__)), *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    curve = Curve(**json.loads(done.stdout.splitlines()[-1]))
+    tell(" ".join(overrides), curve)
     assert curve.losses == pytest.approx(usual.losses, rel=BF16)
 
 
