@@ -14,7 +14,9 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -22,7 +24,7 @@ from shardwright.conf import compose
 from shardwright.conf.choices import DataSource, LrDecayStyle, WeightDecayIncrStyle
 from shardwright.conf.problems import Problem, RefusedError, refuse
 from shardwright.conf.schema import Config
-from shardwright.pretrain import bench_report, checks, faults, machine, plan, ranks
+from shardwright.pretrain import bench_report, checks, faults, machine, plan, ranks, sweep
 from shardwright.pretrain.bench_report import ORDER, Speed
 from shardwright.pretrain.folder import RunFolder
 from shardwright.pretrain.launch import defaults, launch
@@ -32,45 +34,86 @@ from shardwright.pretrain.plan import Plan
 RANK_COMMAND = (sys.executable, "-P", "-m", "shardwright.pretrain.bench_rank")
 
 
-def bench_step(overrides: Sequence[str], *, against: str | None, warmup: int, steps: int, as_json: bool) -> int:
-    """Measure, and print what was seen.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """How to measure."""
+
+    against: str | None = None
+    """"bare" to compare with the bare loop."""
+    rounds: int = 1
+    """How often ours, bare, bare, ours."""
+    warmup: int = 5
+    """Steps before the timed ones."""
+    steps: int = 20
+    """Timed steps."""
+    trace: str | None = None
+    """File for the trace of one more step of ours."""
+    as_json: bool = False
+    """Print JSON instead of tables."""
+
+
+def bench_step(overrides: Sequence[str], options: Options, *, multirun: bool = False) -> int:
+    """Measure one configuration, or every point of a sweep in turn, and print what was seen.
 
     Args:
-        overrides: Hydra overrides.
-        against: "bare" to compare with the bare loop, else None.
-        warmup: steps before the timed ones, at least 0.
-        steps: timed steps, at least 1.
-        as_json: print JSON instead of tables.
+        overrides: Hydra overrides; with `multirun` in the grammar of its sweeps.
+        options: how to measure.
+        multirun: whether to sweep.
 
     Returns:
-        The exit code: that of the ranks that failed, else 0.
+        The exit code: the first of ranks that failed, else 0. A point that fails does not end a sweep.
 
     Raises:
         RefusedError: before the first rank.
     """
     found = machine.detect()
+    points = sweep.points_of(overrides) if multirun else [sweep.Point(0, tuple(overrides), ())]
+    seen: list[tuple[str, Speed | int]] = []
+    told: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="shardwright_bench_") as temporary:
-        folder = RunFolder(Path(temporary))
-        planned = plan.make_plan(_resolve(overrides, folder, warmup + steps, found))
-        speeds: list[Speed] = []
-        progress = Console(stderr=True, highlight=False)
-        order = ORDER if against else ORDER[:1]
-        for number, loop in enumerate(order, start=1):
-            speed = _measure(planned, folder, loop, warmup, machine.device(planned.config, found))
-            if isinstance(speed, int):
-                return speed
-            speeds.append(speed)
-            progress.print(f"{number} of {len(order)}: {loop} {speed.tokens_per_second:,.0f} tokens/s", style="dim")
-    ratio = bench_report.compare(speeds) if against else None
-    if as_json:
-        print(json.dumps(bench_report.as_json(planned, found, warmup, speeds, ratio), indent=2))
-    else:
-        bench_report.show(planned, speeds, ratio)
-    return 0
+        folders = [RunFolder(Path(temporary) / str(point.index)) for point in points]
+        jobs = [
+            (point, folder, plan.make_plan(_resolve(point.overrides, folder, options, found)))
+            for point, folder in zip(points, folders, strict=True)
+        ]
+        for point, folder, planned in jobs:
+            name = " ".join(point.swept)
+            speeds = _measure_all(planned, folder, options, machine.device(planned.config, found), name)
+            if isinstance(speeds, int):
+                seen.append((name, speeds))
+                told.append({"overrides": list(point.overrides), "exit_code": speeds})
+                continue
+            ratio = bench_report.compare(speeds) if options.against else None
+            seen.append((name, speeds[0]))
+            whole = bench_report.as_json(planned, found, options.warmup, speeds, ratio)
+            told.append({"overrides": list(point.overrides), **whole})
+            if not options.as_json and (options.against or not multirun):
+                bench_report.show(planned, speeds, ratio)
+    if options.as_json:
+        print(json.dumps(told if multirun else told[0], indent=2))
+    elif multirun and not options.against:
+        bench_report.show_points(seen)
+    return next((code for _, code in seen if isinstance(code, int)), 0)
 
 
-def _resolve(overrides: Sequence[str], folder: RunFolder, num_steps: int, found: Machine) -> Config:
+def _measure_all(planned: Plan, folder: RunFolder, options: Options, device: str, name: str) -> list[Speed] | int:
+    """All measurements of one configuration; the exit code of ranks that failed."""
+    progress = Console(stderr=True, highlight=False)
+    order = ORDER * options.rounds if options.against else ORDER[:1]
+    speeds: list[Speed] = []
+    for number, loop in enumerate(order, start=1):
+        speed = _measure(planned, folder, loop, options, device)
+        if isinstance(speed, int):
+            return speed
+        speeds.append(speed)
+        where = " ".join(filter(None, (name, f"{number} of {len(order)}: {loop}")))
+        progress.print(f"{where} {speed.tokens_per_second:,.0f} tokens/s", style="dim")
+    return speeds
+
+
+def _resolve(overrides: Sequence[str], folder: RunFolder, options: Options, found: Machine) -> Config:
     """The configuration that is measured, judged by all rules."""
+    num_steps = options.warmup + options.steps + bool(options.trace)
     environment = ranks.detect(os.environ)
     if environment is not None:
         rule = f"bench starts its own ranks, and {environment.launcher} made this process one"
@@ -115,14 +158,15 @@ def measured(config: Config, folder: Path, num_steps: int) -> Config:
     )
 
 
-def _measure(planned: Plan, folder: RunFolder, loop: str, warmup: int, device: str) -> Speed | int:
+def _measure(planned: Plan, folder: RunFolder, loop: str, options: Options, device: str) -> Speed | int:
     """Run one loop in ranks of its own; the exit code where they fail."""
     folder.create()
     text = compose.dump(planned.config)
     with folder.lock() as lock:
         if not folder.config.exists():
             folder.freeze(text, [])
-        told = {"launcher": "own", "device": device, "load": None, "loop": loop, "warmup": warmup}
+        told: dict[str, Any] = {"launcher": "own", "device": device, "load": None, "loop": loop}
+        told |= {"warmup": options.warmup, "steps": options.steps, "trace": options.trace if loop == "ours" else None}
         attempt, stops = folder.new_attempt(text, told), []
         outcome = launch(
             attempt,
@@ -139,4 +183,4 @@ def _measure(planned: Plan, folder: RunFolder, loop: str, warmup: int, device: s
         words = outcome.failure.traceback or "\n".join(tail)
         print(f"{loop}: rank {outcome.failure.rank} failed: {outcome.failure.error}\n{words}", file=sys.stderr)
         return outcome.exit_code
-    return bench_report.speed_of(planned, loop, warmup, json.loads((attempt.path / "result.json").read_text()))
+    return bench_report.speed_of(planned, loop, options.warmup, json.loads((attempt.path / "result.json").read_text()))

@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwright.pretrain import machine, rank
@@ -46,20 +47,28 @@ def measure(context: RankContext) -> int:
 
     told, env = context.attempt.launch, context.environment
     subject = {"ours": _ours, "bare": _bare}[told["loop"]](context)
-    on_gpu, ends = subject.device.type == "cuda", [time.perf_counter()]
-    for number in range(context.config.schedule.train_iters):
+    on_gpu, ends, processor = subject.device.type == "cuda", [time.perf_counter()], [time.process_time()]
+    for number in range(told["warmup"] + told["steps"]):
         if on_gpu and number == told["warmup"]:
             torch.cuda.reset_peak_memory_stats()
         subject.step()
         ends.append(time.perf_counter())
+        processor.append(time.process_time())
     state = machine.gpu_state(env.local_rank) if on_gpu else None
     ranks: list[Any] = [None] * env.world_size
     dist.all_gather_object(ranks, (state, _peak_memory(subject.device)), group=subject.control_group)
     states, memory = zip(*ranks, strict=True)
-    losses = subject.losses()
+    waits = None
+    if told["trace"]:
+        from shardwright.pretrain.tracing import trace
+
+        waits = trace(subject.step, Path(told["trace"]) if env.rank == 0 else None)
+    losses = subject.losses()[: told["warmup"] + told["steps"]]
     if env.rank == 0:
         result = {
             "seconds": [end - start for start, end in itertools.pairwise(ends)],
+            "processor_seconds": [end - start for start, end in itertools.pairwise(processor)],
+            "waits": waits,
             "losses": list(losses),
             "device": torch.cuda.get_device_name() if on_gpu else "CPU",
             "memory": {name: max(each[name] for each in memory) for name in memory[0]},

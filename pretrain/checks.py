@@ -239,6 +239,7 @@ CONFIG_RULES = (
     checks_execution.offloading_stands_alone,
     checks_execution.recording_suits_the_run,
     checks_execution.deterministic_has_its_kernels,
+    checks_execution.loss_kernel_takes_the_format,
     checks_execution.kernels_need_a_gpu,
     checks_fp8.one_narrow_format,
     checks_fp8.narrow_formats_run_on_bf16,

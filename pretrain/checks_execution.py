@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping
 
-from shardwright.conf.choices import AttentionBackend, CrossEntropy, CudaGraph, GpuKind
+from shardwright.conf.choices import AttentionBackend, CrossEntropy, CudaGraph, DType, GpuKind
 from shardwright.conf.problems import Problem
 from shardwright.conf.schema import Config
 from shardwright.pretrain import machine as machines
@@ -68,6 +68,15 @@ def deterministic_has_its_kernels(config: Config) -> Iterator[Problem]:
     if execution.deterministic_mode and execution.cross_entropy not in (CrossEntropy.auto, CrossEntropy.unfused):
         rule = "does not repeat bit by bit, and execution.deterministic_mode=true"
         yield Problem(key=key, value=execution.cross_entropy.name, rule=rule, remedy=f"{key}=unfused works")
+
+
+def loss_kernel_takes_the_format(config: Config) -> Iterator[Problem]:
+    kernel, key = config.execution.cross_entropy, "execution.cross_entropy"
+    if kernel is CrossEntropy.transformer_engine and config.precision.dtype is DType.fp16:
+        # Source: transformer_engine 2.20.2, pytorch/triton/cross_entropy.py
+        yield Problem(
+            key=key, value=kernel.name, rule="takes fp32 and bf16 logits, not fp16", remedy=f"{key}=auto works"
+        )
 
 
 def kernels_need_a_gpu(config: Config) -> Iterator[Problem]:

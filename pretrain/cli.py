@@ -90,13 +90,15 @@ def bench(options: argparse.Namespace) -> int:
     """Measure the speed of the training step."""
     from shardwright.pretrain import bench
 
-    return bench.bench_step(
-        options.overrides,
+    how = bench.Options(
         against=options.against,
+        rounds=options.rounds,
         warmup=options.warmup,
         steps=options.steps,
+        trace=str(Path(options.trace).absolute()) if options.trace else None,
         as_json=options.json,
     )
+    return bench.bench_step(options.overrides, how, multirun=options.multirun)
 
 
 def completion(options: argparse.Namespace) -> int:
@@ -200,13 +202,17 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--against", choices=["bare"], help="compare with a bare megatron-core loop: ours, it, it, ours"
     )
+    parser.add_argument("--rounds", type=_at_least(1), default=1, metavar="N", help="with --against: N times that (1)")
+    parser.add_argument("-m", "--multirun", action="store_true", help="measure every point of a sweep")
     parser.add_argument("--warmup", type=_at_least(0), default=5, metavar="N", help="steps before, not timed (5)")
     parser.add_argument("--steps", type=_at_least(1), default=20, metavar="N", help="timed steps (20)")
+    parser.add_argument("--trace", metavar="FILE.json.gz", help="trace one more step with torch's profiler")
     parser.add_argument("--json", action="store_true", help="print everything that was measured as JSON")
     parser.epilog = _overrides_help(
         {
             "two ranks on two CPU cores": "shardwright bench step experiment=bench_quickstart --against bare",
             "one H200": "shardwright bench step experiment=bench_8b_16l precision=fp8_delayed --against bare",
+            "what FP8 gains": "shardwright bench step -m experiment=bench_8b_16l precision=bf16,fp8_delayed",
         }
     )
 

@@ -57,7 +57,7 @@ def expand(overrides: Sequence[str]) -> list[list[str]]:
     Raises:
         RefusedError: an override cannot be read, or sweeps over an interval, which has no list of values.
     """
-    return [list(point.overrides) for point in _points(overrides)]
+    return [list(point.overrides) for point in points_of(overrides)]
 
 
 def run(overrides: Sequence[str], *, dry_run: bool = False) -> int:
@@ -67,7 +67,7 @@ def run(overrides: Sequence[str], *, dry_run: bool = False) -> int:
         The first exit code that is not 0. A point that was told to stop ends the sweep, else the next one is trained.
     """
     refuse(_launcher_problems(os.environ))
-    points = _points(overrides)
+    points = points_of(overrides)
     folder = _check(points)
     console = Console(width=None if sys.stdout.isatty() else 96, highlight=False)
     if dry_run:
@@ -87,8 +87,12 @@ def run(overrides: Sequence[str], *, dry_run: bool = False) -> int:
     return next((code for code in codes.values() if code), 0)
 
 
-def _points(overrides: Sequence[str]) -> list[Point]:
-    """The points of a sweep; of two overrides of one key the later one counts, as in Hydra."""
+def points_of(overrides: Sequence[str]) -> list[Point]:
+    """The points of a sweep; of two overrides of one key the later one counts, as in Hydra.
+
+    Raises:
+        RefusedError: an override cannot be read, or sweeps over an interval, which has no list of values.
+    """
     choices: dict[str, tuple[list[str], bool]] = {}
     problems: list[Problem] = []
     with hydra.initialize_config_dir(config_dir=str(compose.CONFIG_FOLDER), version_base="1.3"):

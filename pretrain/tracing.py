@@ -34,10 +34,10 @@ def trace(step: Callable[[], object], path: Path | None = None) -> dict[str, int
         profiler.export_chrome_trace(str(path))
     events = profiler.events() or []
     parts = [(event.name, event.time_range) for event in events if event.name in (FORWARD_AND_BACKWARD, UPDATE)]
-    waits = Counter({FORWARD_AND_BACKWARD: 0, UPDATE: 0, "elsewhere": 0})
+    waits = Counter({FORWARD_AND_BACKWARD: 0, UPDATE: 0, "the rest": 0})
     for event in events:
         if event.name in WAITS:
             at = event.time_range.start
             inside = (name for name, span in parts if span.start <= at <= span.end)
-            waits[next(inside, "elsewhere")] += 1
+            waits[next(inside, "the rest")] += 1
     return dict(waits)

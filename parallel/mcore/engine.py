@@ -1,8 +1,10 @@
 """One optimizer step, one evaluation: megatron-core's schedules around its GPT model, for every layout and device.
 
-The loss is a mean over tokens: every micro-batch contributes the sum of its unmasked token losses and their count
-(`calculate_per_token_loss`, three-value loss function), and the gradient is divided once by the tokens of the global
-batch. So it does not depend on how the batch is split over micro-batches and data-parallel ranks.
+The loss is a mean over the unmasked tokens of the global batch: every micro-batch contributes the sum of its token
+losses (`calculate_per_token_loss`, three-value loss function). So it does not depend on how the batch is split over
+micro-batches and data-parallel ranks. megatron-core would divide all gradients by the number of tokens once they are
+summed, a pass over the whole gradient buffer; here the ranks count the tokens first, and the loss is divided before its
+backward pass.
 """
 
 import math
@@ -98,8 +100,9 @@ class Engine:
         self._forward_backward = self._graphs.wrap(get_forward_backward_func())
         self._loss = loss_arguments(config, layout)
         transformer = configs.transformer
-        transformer.grad_scale_func = self.optimizer.scale_loss
-        transformer.finalize_model_grads_func = partial(finalize_model_grads, pg_collection=self.groups)
+        self._per_token = torch.ones([], device=device)
+        transformer.grad_scale_func = self._scale_loss
+        transformer.finalize_model_grads_func = self._finalize_gradients
         if config.parallel.overlap_grad_reduce:
             transformer.no_sync_func = self.model.no_sync
             if layout.pp > 1:
@@ -123,6 +126,7 @@ class Engine:
         self.optimizer.zero_grad()
         loss_scale = self.optimizer.get_loss_scale() if self.transformer_config.fp16 else None
         with record_function(FORWARD_AND_BACKWARD):
+            self._count_tokens(microbatches)
             own = self._run(microbatches, forward_only=False)
             reduced = self._reduce(own.clone())
         grad_norm: float | None
@@ -141,6 +145,25 @@ class Engine:
             loss_scale=None if loss_scale is None else float(loss_scale),
             non_finite_ranks=None if finite else self._ranks_with_non_finite(own),
         )
+
+    def _count_tokens(self, microbatches: list[Batch]) -> None:
+        """Know 1 / (unmasked tokens of the global batch) on the device before the first backward pass.
+
+        Collective: all-reduce(SUM) over dp-cp, of one number; the host does not wait.
+        """
+        num_tokens = torch.stack([batch["loss_mask"].sum() for batch in microbatches]).sum()
+        num_tokens = num_tokens.to(self.device, non_blocking=True)
+        dist.all_reduce(num_tokens, group=self.groups.dp_cp)
+        self._per_token.copy_(num_tokens.clamp(min=1).reciprocal())
+
+    def _scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The sum of token losses as what is differentiated: a share of the mean, times fp16's loss scale."""
+        scaled: torch.Tensor = self.optimizer.scale_loss(loss * self._per_token)
+        return scaled
+
+    def _finalize_gradients(self, model: list[Any], _num_tokens: torch.Tensor, **arguments: Any) -> None:
+        """megatron-core's, without its division by tokens."""
+        finalize_model_grads(model, None, **{**arguments, "pg_collection": self.groups})
 
     def _refuse_non_finite_norms(self) -> None:
         """Look at the norm inside the optimizer's step, where megatron-core waits for it anyway, before it is used."""

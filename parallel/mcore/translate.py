@@ -12,7 +12,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
 from shardwright.conf.choices import Activation, CrossEntropy, CudaGraph, DType, StateDType
-from shardwright.conf.schema import Config, Execution
+from shardwright.conf.schema import Config
 from shardwright.parallel.layout import Layout
 
 DTYPES: dict[Enum, torch.dtype] = {
@@ -79,7 +79,7 @@ def _transformer(config: Config, layout: Layout, device: torch.device) -> Transf
         # the loss is a sum over tokens, divided once by the tokens of the whole global batch
         calculate_per_token_loss=True,
         use_cpu_initialization=not on_gpu,
-        **_execution(config.execution, on_gpu=on_gpu),
+        **_execution(config, on_gpu=on_gpu),
         recompute_granularity=None if model.recompute_granularity is None else model.recompute_granularity.value,
         recompute_method=None if model.recompute_method is None else model.recompute_method.value,
         recompute_num_layers=model.recompute_num_layers,
@@ -88,15 +88,17 @@ def _transformer(config: Config, layout: Layout, device: torch.device) -> Transf
     )
 
 
-def _execution(execution: Execution, *, on_gpu: bool) -> dict[str, Any]:
+def _execution(config: Config, *, on_gpu: bool) -> dict[str, Any]:
     """Kernels and memory; what is not chosen is on where the device has it."""
 
     def chosen(choice: bool | None) -> bool:
         return on_gpu if choice is None else choice
 
+    execution = config.execution
     loss, layers = execution.cross_entropy, execution.cpu_offloading_num_layers
     if loss is CrossEntropy.auto:
-        fused = on_gpu and not execution.deterministic_mode
+        # Transformer Engine's takes fp32 and bf16
+        fused = on_gpu and not execution.deterministic_mode and config.precision.dtype is not DType.fp16
         loss = CrossEntropy.transformer_engine if fused else CrossEntropy.unfused
     return {
         "attention_backend": AttnBackend[execution.attention_backend.name],

@@ -1,7 +1,7 @@
 """One rank inside of the test process: groups are started once, engines are built one after another.
 
-As a program (`one_rank.py OVERRIDES`) it trains one engine and prints its curve as JSON: a recorded CUDA graph, above all
-one that failed, changes the process it was in.
+As a program (`one_rank.py OVERRIDES`) it trains one engine and prints its curve as JSON: a recorded CUDA graph, above
+all one that failed, changes the process it was in.
 """
 
 import dataclasses
@@ -55,11 +55,14 @@ class OneRank:
 
     Args:
         device: cuda or cpu.
+        *overrides: of the process, above all `execution=deterministic`.
     """
 
-    def __init__(self, device: str) -> None:
-        process.prepare(self.config(), device, 0)
-        self.kind, self.device = device, environment.prepare(device)
+    def __init__(self, device: str, *overrides: str) -> None:
+        config = self.config(*overrides)
+        process.prepare(config, device, 0)
+        deterministic = config.execution.deterministic_mode
+        self.kind, self.device = device, environment.prepare(device, deterministic=deterministic)
         from shardwright.parallel.mcore import groups
 
         layout = plan.layout(self.config())
@@ -75,7 +78,7 @@ class OneRank:
         problems = [*checks.config_problems(config), *checks.machine_problems(config, machine.detect())]
         return [str(problem) for problem in problems]
 
-    def train(self, *overrides: str, num_steps: int = 6, deterministic: bool = False) -> Curve:
+    def train(self, *overrides: str, num_steps: int = 6) -> Curve:
         """Build an engine, train it on tokens that depend on the step alone, and let it go."""
         from shardwright.conf.choices import CudaGraph
         from shardwright.parallel.mcore import groups
@@ -83,7 +86,6 @@ class OneRank:
 
         config = self.config(*overrides)
         assert self.refusals(config) == []
-        torch.use_deterministic_algorithms(deterministic)
         layout, on_gpu = plan.layout(config), self.kind == "cuda"
         recorded = config.execution.cuda_graph_impl is not CudaGraph.none
         groups.seed_everything(config.run.seed, layout, 0, recorded=recorded)
@@ -129,4 +131,4 @@ def step_of(config: Config, seed: int) -> list[Batch]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(dataclasses.asdict(OneRank("cuda").train(*sys.argv[1:]))))
+    print(json.dumps(dataclasses.asdict(OneRank("cuda", *sys.argv[1:]).train(*sys.argv[1:]))))

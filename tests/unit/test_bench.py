@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from shardwright.conf import compose
+from shardwright.conf.problems import RefusedError
 from shardwright.pretrain import bench, bench_report, checks, machine, plan
 from shardwright.pretrain.bench_report import Speed
 from shardwright.pretrain.machine import Machine
@@ -22,6 +23,8 @@ GPU = {"sm_clock_mhz": 1980.0, "memory_clock_mhz": None, "temperature_celsius": 
 def measured(loop: str, *seconds: float, warmup: int = 0, device: str = "NVIDIA H200", loss: float = 12.0) -> Speed:
     result = {
         "seconds": list(seconds),
+        "processor_seconds": [each / 2 for each in seconds],
+        "waits": None,
         "losses": [loss] * len(seconds),
         "device": device,
         "memory": {"allocated_bytes": 97 * 2**30, "reserved_bytes": 99 * 2**30},
@@ -56,7 +59,15 @@ def test_flops_are_causal_and_mfu_is_against_the_bf16_peak() -> None:
 
 def test_tokens_per_gpu_are_shared_out_over_all_ranks() -> None:
     planned = plan.make_plan(compose.compose(["experiment=bench_8b_16l", "parallel.tp=2", "cluster.ranks=2"]))
-    result: dict[str, Any] = {"seconds": [2.0], "losses": [1.0], "device": "NVIDIA H200", "memory": {}, "gpus": None}
+    result: dict[str, Any] = {
+        "seconds": [2.0],
+        "processor_seconds": [1.0],
+        "losses": [1.0],
+        "device": "NVIDIA H200",
+        "memory": {},
+        "gpus": None,
+        "waits": None,
+    }
     speed = bench_report.speed_of(planned, "ours", 0, result)
     assert (speed.tokens_per_second, speed.tokens_per_second_per_gpu) == (TOKENS / 2, TOKENS / 4)
 
@@ -136,7 +147,8 @@ import json, pathlib, sys
 attempt = pathlib.Path(sys.argv[1])
 loop = json.loads((attempt / "launch.json").read_text())["loop"]
 seconds = {"ours": 1.25, "bare": 1.0}[loop]
-result = {"seconds": [9.0, seconds, seconds], "losses": [7.0] * 3, "device": "CPU", "memory": {"a": 1}, "gpus": None}
+result = {"seconds": [9.0, seconds, seconds], "processor_seconds": [1.0] * 3, "waits": None, "losses": [7.0] * 3}
+result |= {"device": "CPU", "memory": {"a": 1}, "gpus": None}
 (attempt / "result.json").write_text(json.dumps(result))
 """
 
@@ -149,7 +161,7 @@ def empty_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 def run_with(rank: str, monkeypatch: pytest.MonkeyPatch, against: str | None = "bare") -> int:
     monkeypatch.setattr(bench, "RANK_COMMAND", (sys.executable, "-P", "-c", rank))
-    return bench.bench_step(QUICKSTART, against=against, warmup=1, steps=2, as_json=True)
+    return bench.bench_step(QUICKSTART, bench.Options(against=against, warmup=1, steps=2, as_json=True))
 
 
 def test_every_measurement_has_ranks_of_its_own_and_the_folder_goes(
@@ -170,10 +182,34 @@ def test_without_against_only_ours_is_measured(
     assert [each["loop"] for each in found["measurements"]] == ["ours"] and found["ratio"] is None
 
 
+def test_a_sweep_is_a_table_with_every_point_over_the_first(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, empty_temporary_folder: Path
+) -> None:
+    slower_for_more_chunks = FAKE_RANK.replace(
+        "seconds = ",
+        "import yaml; chunks = yaml.safe_load((attempt / 'config.yaml').read_text())['execution']"
+        "['cross_entropy_chunks']\nif chunks == 4: sys.exit(9)\nseconds = chunks * ",
+    )
+    monkeypatch.setattr(bench, "RANK_COMMAND", (sys.executable, "-P", "-c", slower_for_more_chunks))
+    points = [*QUICKSTART, "execution.cross_entropy_chunks=1,2,4"]
+    assert bench.bench_step(points, bench.Options(warmup=1, steps=2), multirun=True) == 3
+    out = capsys.readouterr().out
+    rows = [line.split() for line in out.splitlines() if "chunks=" in line]
+    assert [row[-1] for row in rows] == ["1.0000", "0.5000", "3"], out
+    assert rows[2][-2] == "exit"
+
+
+def test_a_sweep_with_a_point_that_is_refused_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "RANK_COMMAND", (sys.executable, "-c", "raise SystemExit(9)"))
+    with pytest.raises(RefusedError, match="cross_entropy_chunks"):
+        bench.bench_step([*QUICKSTART, "execution.cross_entropy_chunks=1,3"], bench.Options(), multirun=True)
+
+
 def test_a_rank_that_fails_ends_the_benchmark_with_its_last_words(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, empty_temporary_folder: Path
 ) -> None:
     assert run_with("import sys; print('out of memory'); sys.exit(9)", monkeypatch) == 3
     out, err = capsys.readouterr()
-    assert out == "" and "rank 0 failed: exit code 9" in err and "out of memory" in err
+    assert json.loads(out) == {"overrides": QUICKSTART, "exit_code": 3}
+    assert "rank 0 failed: exit code 9" in err and "out of memory" in err
     assert list(empty_temporary_folder.iterdir()) == []

@@ -239,6 +239,7 @@ def test_a_number_out_of_range_is_refused_without_upsetting_other_rules(override
         ("cuda_graph_impl=local cpu_offloading_num_layers=1", "cuda_graph_impl", "cuda_graph_impl=none works"),
         ("cuda_graph_impl=transformer_engine model.recompute_granularity=selective", "cuda_graph_impl", "computed aga"),
         ("deterministic_mode=true cross_entropy=native", "cross_entropy", "execution.cross_entropy=unfused works"),
+        ("cross_entropy=transformer_engine precision=fp16", "cross_entropy", "execution.cross_entropy=auto works"),
         ("attention_backend=fused cluster.gpu=none", "attention_backend", "execution.attention_backend=auto works"),
         ("apply_rope_fusion=true cluster.gpu=none", "apply_rope_fusion", "execution.apply_rope_fusion=null works"),
     ],
