@@ -65,7 +65,7 @@ def describe(
         },
         "kernels": engine.kernels(),
         "memory": engine.memory(),
-        "param_groups": engine.parameter_groups(),
+        "param_groups": engine.parameter_groups,
         "data": {
             **source.description(),
             "micro_batch_size": batch.micro_batch_size,

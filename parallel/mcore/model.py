@@ -7,6 +7,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from shardwright.conf.schema import Model
 from shardwright.parallel.layout import Layout
+from shardwright.parallel.mcore import optimizers
 from shardwright.parallel.mcore.layers import decoder_block_spec
 from shardwright.parallel.mcore.translate import MegatronConfigs
 
@@ -52,4 +53,10 @@ def wrap_data_parallel(
     gpt: GPTModel, configs: MegatronConfigs, groups: ProcessGroupCollection
 ) -> DistributedDataParallel:
     """Give the model its gradient buffers and data-parallel reduction."""
-    return DistributedDataParallel(config=configs.transformer, ddp_config=configs.ddp, module=gpt, pg_collection=groups)
+    return DistributedDataParallel(
+        config=configs.transformer,
+        ddp_config=configs.ddp,
+        module=gpt,
+        pg_collection=groups,
+        full_param_layout=optimizers.param_layout(gpt, configs.optimizer, configs.ddp, groups),
+    )

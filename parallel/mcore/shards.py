@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-from shardwright.parallel.mcore import safe_load
+from shardwright.parallel.mcore import optimizers, safe_load
 from shardwright.parallel.mcore.engine import Engine
 
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
@@ -58,7 +58,7 @@ def load(engine: Engine, folder: Path, *, with_rng: bool) -> None:
     missing, unexpected = engine.model.module.load_state_dict(state["model"], strict=False)
     if unexpected or set(missing) - without:
         raise RuntimeError(f"{folder} does not fit the model: missing {missing}, unexpected {unexpected}")
-    engine.optimizer.load_state_dict(state["optimizer"])
+    optimizers.load_state(engine.optimizer, state["optimizer"])
     if with_rng:
         set_rng_state(state["rng"])
 
