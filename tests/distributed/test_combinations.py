@@ -6,9 +6,9 @@ import math
 import pytest
 
 from shardwright.pretrain.machine import detect
-from shardwright.tests import combinations
-from shardwright.tests.combinations import FACTORS, Case, pairs_of
 
+from .. import combinations
+from ..combinations import FACTORS, Case, pairs_of
 from .harness import RunRanks
 
 

@@ -1,4 +1,4 @@
-"""Every optimizer goes on bit for bit and in other layouts; parameters can be treated apart by name; kernels by choice."""
+"""Every optimizer goes on bit for bit and in other layouts; parameters treated apart by name; kernels by choice."""
 
 import sys
 import types
@@ -53,7 +53,9 @@ def go_on(rank: int, world: int, store: str, overrides: list[str], folder: Path,
     return engines.train(engine, 2, first_seed=2)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.slow] if "without" in name else []) for name in LAYOUTS]
+)
 @pytest.mark.parametrize(("optimizer", "relative"), OPTIMIZERS)
 def test_a_run_goes_on_bit_for_bit_and_in_another_layout(
     run_ranks: RunRanks, tmp_path: Path, optimizer: list[str], relative: float, layout: str
@@ -91,7 +93,7 @@ def update_of_muon(rank: int, world: int, store: str, overrides: list[str], fold
 def test_an_update_of_muon_is_orthogonal_also_of_a_matrix_that_ranks_share(
     run_ranks: RunRanks, tmp_path: Path, layout: str, mode: str, orthogonal: bool
 ) -> None:
-    """Newton-Schulz brings most singular values near 1 and none above 1.2; two orthogonal halves reach the root of 2."""
+    """Newton-Schulz brings most singular values near 1, none above 1.2; two orthogonal halves reach the root of 2."""
     overrides = [*LAYOUTS[layout], f"optimizer.muon_tp_mode={mode}"]
     updates = run_ranks(update_of_muon, 2, overrides, tmp_path)[0]
     (stacked,) = [update for name, update in updates.items() if name.endswith("self_attention.linear_proj.weight")]
@@ -128,8 +130,17 @@ def what_moves(
     return moved, engine.parameter_groups, real
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "sgd", pytest.param("muon", marks=needs_muon)])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "optimizer"),
+    [
+        ("DP2", "adam"),
+        ("TP2 with SP", "adam"),
+        ("PP2", "adam"),
+        ("PP2", "sgd"),
+        pytest.param("PP2", "muon", marks=needs_muon),
+        pytest.param("DP2", "muon", marks=needs_muon),
+    ],
+)
 def test_parameters_are_treated_apart_by_their_name_in_the_whole_model(
     run_ranks: RunRanks, layout: str, optimizer: str
 ) -> None:

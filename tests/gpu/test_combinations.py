@@ -1,19 +1,22 @@
-"""The table of optimizers, number formats, recomputation and layouts on GPUs: what the rules let through trains."""
+"""The table of optimizers, number formats, recomputation and layouts on GPUs: what the rules let through trains.
+
+The ranks are forked from a process that has not touched CUDA; each of them begins with it by itself.
+"""
 
 import math
-import multiprocessing
-from pathlib import Path
 
 import pytest
 
 from shardwright.pretrain.machine import detect
-from shardwright.tests import combinations
-from shardwright.tests.combinations import FACTORS, Case
+
+from .. import combinations
+from ..combinations import FACTORS, Case
+from ..distributed.harness import run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 SECONDS = 900
-"""Compiling and loading kernels for some forty models; a hanging rank is ended then."""
+"""Importing, and loading kernels for some forty models; a rank that hangs is ended then."""
 
 
 @pytest.fixture(scope="module")
@@ -22,17 +25,14 @@ def cases() -> list[Case]:
 
 
 @pytest.mark.parametrize("layout", FACTORS["layout"])
-def test_what_is_not_refused_trains(cases: list[Case], layout: str, tmp_path: Path) -> None:
+def test_what_is_not_refused_trains(cases: list[Case], layout: str) -> None:
     num_ranks, present = 1 if layout == "one rank" else 2, len(detect().gpus)
     if present < num_ranks:
         pytest.skip(f"{num_ranks} GPUs are needed, and {present} are there")
     running = [case for case in cases if layout in case.row and not case.problems]
     assert running
-    spawned = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-    with spawned.Pool(num_ranks) as pool:
-        arguments = [(rank, num_ranks, str(tmp_path / "store"), running, "cuda") for rank in range(num_ranks)]
-        for losses in pool.starmap_async(combinations.train, arguments, chunksize=1).get(SECONDS):
-            assert losses.keys() == {case.name for case in running}
-            for name, curve in losses.items():
-                assert all(map(math.isfinite, curve)), name
-                assert curve[-1] < curve[0], name
+    for losses in run_ranks(combinations.train, num_ranks, running, "cuda", timeout_seconds=SECONDS):
+        assert losses.keys() == {case.name for case in running}
+        for name, curve in losses.items():
+            assert all(map(math.isfinite, curve)), name
+            assert curve[-1] < curve[0], name

@@ -2,7 +2,7 @@
 
 import itertools
 
-from shardwright.tests.combinations import Row, all_pairs, pairs_of
+from ..combinations import Row, all_pairs, pairs_of
 
 FACTORS = {"a": ["1", "2", "3"], "b": ["1", "2"], "c": ["1", "2", "3"], "d": ["1", "2"]}
 EVERY = {pair for row in itertools.product(*FACTORS.values()) for pair in pairs_of(row)}
