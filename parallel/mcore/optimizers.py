@@ -34,6 +34,7 @@ from megatron.core.optimizer.param_layout import FullParamLayout
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from shardwright.conf.choices import OptimizerKernel
+from shardwright.conf.compose import shown
 from shardwright.conf.problems import Problem, refuse
 from shardwright.conf.schema import Config, ParamOverride
 from shardwright.parallel.mcore import torch_adam, torch_sgd
@@ -158,6 +159,45 @@ def create_state(optimizer: Any) -> None:
             torch_sgd.create_state(inner)
         elif hasattr(inner, "_init_group") and part.init_state_fn is not None:
             part.init_state_fn(inner, part.config)
+
+
+def refuse_foreign_state(config: Config, optimizer: Any, saved: Any) -> None:
+    """Refuse the state of another optimizer or of other parameter groups, which megatron-core cannot load.
+
+    Args:
+        config: the run.
+        optimizer: newly built.
+        saved: what its checkpoint holds beside tensors.
+
+    Raises:
+        RefusedError: on all ranks alike.
+    """
+    there, own = _kinds_of_groups(saved), {_kind_of(group) for group in optimizer.param_groups}
+    if there == own:
+        return
+    if {rule for rule, *_ in there} != {rule for rule, *_ in own}:
+        key, value = "optimizer.optimizer", config.optimizer.optimizer.name
+        rule, remedy = "the checkpoint was written by another optimizer", "take the one that wrote it"
+    else:
+        key, value = "optimizer.overrides", shown(config.optimizer.overrides)
+        factors = "; ".join(f"lr_mult={lr} wd_mult={wd}" for _, lr, wd in sorted(there))
+        rule, remedy = f"the checkpoint has other parameter groups: {factors}", "take the overrides that wrote it"
+    refuse([Problem(key=key, value=value, rule=rule, remedy=remedy)])
+
+
+def _kind_of(group: dict[str, Any]) -> tuple[str, float, float]:
+    """What tells parameter groups apart: the rule of the update by what it keeps, and both factors."""
+    named = group.get("optimizer") or ("betas" if "betas" in group else "momentum")
+    return {"adam": "betas"}.get(named, named), group["lr_mult"], group["wd_mult"]
+
+
+def _kinds_of_groups(saved: Any) -> set[tuple[str, float, float]]:
+    """The groups anywhere in what a chained or single optimizer saved."""
+    if not isinstance(saved, dict | list):
+        return set()
+    groups = saved.get("param_groups", ()) if isinstance(saved, dict) else ()
+    below = saved.values() if isinstance(saved, dict) else saved
+    return {_kind_of(group) for group in groups}.union(*(_kinds_of_groups(inner) for inner in below))
 
 
 def load_state(optimizer: Any, state: dict[str, Any]) -> None:

@@ -199,6 +199,28 @@ def test_a_glob_that_matches_nothing_is_refused_on_all_ranks_with_names_near_it(
     assert "decoder.layers.*.mlp.linear_fc1.weight" in first
 
 
+def refused_load(rank: int, world: int, store: str, overrides: list[str], folder: Path) -> str:
+    engine = engines.engine_of(engines.config_of(overrides, world), rank, store)
+    with pytest.raises(RefusedError) as caught:
+        shards.load(engine, folder, with_rng=False)
+    return str(caught.value)
+
+
+def test_a_checkpoint_of_another_optimizer_or_with_other_groups_is_refused(run_ranks: RunRanks, tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    run_ranks(save_in_the_middle, 2, ["optimizer=adam", LAYER_1_STANDS_STILL], folder)
+    for message in run_ranks(refused_load, 2, ["optimizer=sgd", LAYER_1_STANDS_STILL], folder):
+        assert "optimizer.optimizer=sgd: the checkpoint was written by another optimizer" in message
+    for message in run_ranks(refused_load, 2, ["optimizer=adam"], folder):
+        assert "optimizer.overrides=[]: the checkpoint has other parameter groups: lr_mult=0.0 wd_mult=0.0;" in message
+
+
+@needs_muon
+def test_muon_refuses_a_checkpoint_of_adam(run_ranks: RunRanks, tmp_path: Path) -> None:
+    run_ranks(save_in_the_middle, 1, ["optimizer=adam", "precision=bf16"], tmp_path / "saved")
+    assert "optimizer.optimizer=muon" in run_ranks(refused_load, 1, MUON, tmp_path / "saved")[0]
+
+
 # ---- kernels and what a checkpoint says of a group -------------------------------------------------------------------
 
 
