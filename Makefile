@@ -8,7 +8,7 @@ SHELL := bash
 
 # Other choices: make PYTHON=/path/to/python3.12 EXTRAS=dev
 PYTHON ?=
-EXTRAS ?= dev,telemetry,sentencepiece
+EXTRAS ?= dev,telemetry,sentencepiece,muon
 PIP ?= .venv/bin/python -m pip
 
 # The folders `data` and `tests` must not become importable as top-level modules.
@@ -106,7 +106,7 @@ export PINS
 constraints: .venv/.installed ## write constraints.txt anew with the newest versions that pyproject.toml allows
 	@mkdir -p build
 	$(PIP) install --quiet --dry-run --ignore-installed --no-build-isolation --report build/resolved.json \
-	  --editable '.[dev,telemetry,sentencepiece,te]'
+	  --editable '.[dev,telemetry,sentencepiece,muon,te]'
 	.venv/bin/python -c "$$PINS" < build/resolved.json > build/constraints.txt
 	mv build/constraints.txt constraints.txt
 

@@ -67,6 +67,66 @@ class StateDType(Enum):
     fp16 = "fp16"
 
 
+class OptimizerKind(Enum):
+    """Rule of the update, by megatron-core's names."""
+
+    adam = "adam"
+    sgd = "sgd"
+    muon = "muon"
+    """Orthogonalised momentum for the matrices of the layers, Adam for all else."""
+
+
+class OptimizerKernel(Enum):
+    """Whose code updates the weights."""
+
+    auto = "auto"
+    """What megatron-core takes by itself: Transformer Engine's, else apex's, else torch's."""
+    transformer_engine = "transformer_engine"
+    apex = "apex"
+    torch = "torch"
+
+
+class MuonScaleMode(Enum):
+    """How large Muon's update of an m x n matrix is, by megatron-core's names."""
+
+    spectral = "spectral"
+    """sqrt(max(m, n))"""
+    unit_rms_norm = "unit_rms_norm"
+    """sqrt(m / n)"""
+    shape_scaling = "shape_scaling"
+    """sqrt(max(1, m / n))"""
+
+
+class MuonCoefficientType(Enum):
+    """Coefficients of the Newton-Schulz iteration, by the names of emerging_optimizers."""
+
+    simple = "simple"
+    quintic = "quintic"
+    polar_express = "polar_express"
+    cans = "cans"
+    aol = "aol"
+    deepseekv4 = "deepseekv4"
+
+
+class MuonTpMode(Enum):
+    """Which matrix Muon orthogonalises under tensor parallelism, by megatron-core's names."""
+
+    blockwise = "blockwise"
+    """Each rank its own part: no communication, and another result in every layout."""
+    duplicated = "duplicated"
+    """The whole matrix, on every rank."""
+    distributed = "distributed"
+    """The whole matrix, together; along the split side, also where that is the longer one."""
+
+
+class MatmulPrecision(Enum):
+    """How exactly fp32 matrices are multiplied, by torch's names."""
+
+    highest = "highest"
+    high = "high"
+    medium = "medium"
+
+
 class Fp4Format(Enum):
     """FP4 format, by megatron-core's name."""
 

@@ -17,7 +17,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -33,7 +33,7 @@ from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseExce
 from yaml import MarkedYAMLError, YAMLError
 
 from shardwright.conf.problems import Problem, RefusedError, refuse
-from shardwright.conf.schema import SCHEMA_VERSION, Config, ResumePolicy
+from shardwright.conf.schema import SCHEMA_VERSION, Config, ParamOverride, ResumePolicy
 
 CONFIG_FOLDER = Path(__file__).resolve().parent
 CONFIG_NAME = "config"
@@ -166,7 +166,12 @@ def shown(value: object) -> str:
 
 
 def _shown_element(value: object) -> str:
-    """`value` inside a list: a text is quoted where Hydra would not read it as it stands."""
+    """`value` inside a list: a text is quoted where Hydra would not read it as it stands; nulls of a mapping go."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = dataclasses.asdict(value)
+    if isinstance(value, Mapping):
+        given = {name: quoted(leaf) if isinstance(leaf, str) else shown(leaf) for name, leaf in value.items()}
+        return f"{{{','.join(f'{name}:{leaf}' for name, leaf in given.items() if leaf != 'null')}}}"
     plain = not isinstance(value, str) or re.fullmatch(r"[\w./*?@%+:-]+", value)
     return shown(value) if plain else quoted(str(value))
 
@@ -209,6 +214,9 @@ def _check_override(text: str) -> tuple[list[Problem], str | None]:
         return [Problem(key=name, value=value, rule=rule, remedy=f"write {override.key_or_group}={value}")], None
     if override.key_or_group in groups() and not isinstance(override.value(), dict):
         return _check_choice(override)
+    kind = schema_keys().get(override.key_or_group)
+    if _element_schema(kind) is not None and isinstance(override.value(), dict):  # Hydra would merge it into the list
+        return [_of_wrong_type(override.key_or_group, [override.value()], kind)], None
     found = [
         _unknown_key(key, shown(leaf), typed=key if key != override.key_or_group else name)
         for key, leaf in _leaves(override.key_or_group, override.value())
@@ -243,13 +251,16 @@ def _leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
         yield key, value
 
 
-def _unknown_key(key: str, value: object, *, typed: str) -> Problem:
-    """The problem of a key that the schema does not have."""
+def _unknown_key(key: str, value: object, *, typed: str, known: Sequence[str] = ()) -> Problem:
+    """The problem of a key that the schema does not have; `known` are its neighbours, if not the whole schema."""
     if "_target_" in key:
         return Problem(key=typed, value=value, rule="a configuration names no code to call")
     if key.split(".")[0].split("/")[0] == "hydra":
         rule = "Hydra's own settings have no effect here"
         return Problem(key=typed, value=value, rule=rule, remedy="run.dir names the folder of a run")
+    if known:
+        remedy = did_you_mean(key, known) or f"there are {', '.join(known)}"
+        return Problem(key=typed, value=value, rule="there is no such key", remedy=remedy)
     known, leaf = list(schema_keys()), key.rpartition(".")[2]
     namesakes = [name for name in known if name.endswith(f".{leaf}")]
     remedy = f"did you mean {' or '.join(namesakes)}?" if namesakes else did_you_mean(key, [*known, *groups()])
@@ -284,15 +295,18 @@ def _typed(tree: DictConfig, problems: list[Problem]) -> Config:
 
 
 def _typed_section(section: str, schema: Any, node: DictConfig) -> tuple[list[Problem], DictConfig]:
-    """Problems of one section, and its typed node, which is whole if there are none."""
+    """Problems of one section or of one element of a list, and its typed node, which is whole if there are none."""
     problems: list[Problem] = []
     typed = OmegaConf.structured(schema)
     fields = {field.name: field for field in dataclasses.fields(schema)}
     for name in map(str, node):
         if name not in fields:
-            problems.append(_unknown_key(f"{section}.{name}", _raw(node, name), typed=f"{section}.{name}"))
+            key, known = f"{section}.{name}", [] if section in SECTIONS else [f"{section}.{field}" for field in fields]
+            problems.append(_unknown_key(key, _raw(node, name), typed=key, known=known))
     for name, field in fields.items():
         key = f"{section}.{name}"
+        if name not in node and field.default is not dataclasses.MISSING:
+            continue
         if name not in node or OmegaConf.is_missing(node, name):
             problems.append(Problem(key=key, value="???", rule="has no value", remedy=f"give one: {key}=..."))
             continue
@@ -303,12 +317,34 @@ def _typed_section(section: str, schema: Any, node: DictConfig) -> tuple[list[Pr
         except OmegaConfBaseException as error:
             problems.append(Problem(key=key, value=_raw(node, name), rule=f"leads nowhere: {_one_line(error)}"))
             continue
-        if not _accepts(typed, name, field.type, value):
+        found, value = _typed_elements(key, field.type, value)
+        problems += found
+        if not found and not _accepts(typed, name, field.type, value):
             if schema_keys().get(_raw(node, name).removeprefix("${").removesuffix("}")) == field.type:
                 continue  # it repeats another key, which is reported itself
-            rule, remedy = _wanted(field.type)
-            problems.append(Problem(key=key, value=shown(value), rule=rule, remedy=remedy))
+            problems.append(_of_wrong_type(key, value, field.type))
     return problems, typed
+
+
+def _typed_elements(key: str, kind: Any, value: object) -> tuple[list[Problem], object]:
+    """Problems of a list whose elements have a schema, and the list of them; any other value is handed back."""
+    schema = _element_schema(kind)
+    if schema is None or not isinstance(value, ListConfig):
+        return [], value
+    problems: list[Problem] = []
+    elements = []
+    for index, node in enumerate(value):
+        found, element = [_of_wrong_type(f"{key}[{index}]", node, kind)], node
+        if isinstance(node, DictConfig):
+            found, element = _typed_section(f"{key}[{index}]", schema, node)
+        problems += found
+        elements.append(element)
+    return problems, value if problems else [OmegaConf.to_object(element) for element in elements]
+
+
+def _element_schema(kind: Any) -> Any:
+    """The dataclass of which `kind` is a list; None for all other types."""
+    return next(filter(dataclasses.is_dataclass, typing.get_args(kind)), None)
 
 
 def _accepts(typed: DictConfig, name: str, kind: Any, value: object) -> bool:
@@ -322,6 +358,11 @@ def _accepts(typed: DictConfig, name: str, kind: Any, value: object) -> bool:
     stored = typed[name]
     numbers = stored if isinstance(stored, ListConfig) else [stored]
     return all(math.isfinite(number) for number in numbers if isinstance(number, float))
+
+
+def _of_wrong_type(key: str, value: object, kind: Any) -> Problem:
+    rule, remedy = _wanted(kind)
+    return Problem(key=key, value=shown(value), rule=rule, remedy=remedy)
 
 
 def _wanted(kind: Any) -> tuple[str, str]:
@@ -339,6 +380,7 @@ def _wanted(kind: Any) -> tuple[str, str]:
         str: ("must be a text", ""),
         list[int]: ("must be a list of whole numbers", "write it like [2,2,24]"),
         list[str]: ("must be a list of texts", "write it in brackets: [a.jsonl,b.jsonl]"),
+        list[ParamOverride]: ("must be a list of mappings", "write it like [{match:'*.weight',lr_mult:0.5}]"),
     }.get(kind, ("must be a list of finite numbers", "write it like [98,1,1]"))
     return f"{rule}{or_null}", remedy
 

@@ -26,8 +26,14 @@ from shardwright.conf.choices import (
     GpuKind,
     LrDecayStyle,
     LrWsdDecayStyle,
+    MatmulPrecision,
+    MuonCoefficientType,
+    MuonScaleMode,
+    MuonTpMode,
     NonFinite,
     Normalization,
+    OptimizerKernel,
+    OptimizerKind,
     PositionEmbedding,
     Recompute,
     RecomputeMethod,
@@ -254,9 +260,29 @@ class Data:
 
 
 @dataclass(kw_only=True, slots=True)
-class Optimizer:
-    """Adam with decoupled weight decay, by megatron-core's field names."""
+class ParamOverride:
+    """What some parameters have otherwise; an element of `optimizer.overrides`, where only `match` must be given."""
 
+    match: str
+    """Glob over parameter names, case-sensitive. Names are megatron-core's with the layer's number in the whole model:
+    `decoder.layers.1.mlp.linear_fc1.weight`."""
+    lr_mult: float | None = None
+    """Their learning rate is that of the schedule times this; null leaves it."""
+    wd_mult: float | None = None
+    """Their weight decay is that of the schedule times this; null leaves it, which is 0 for norms and biases."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Optimizer:
+    """How gradients become updates, by megatron-core's field names."""
+
+    optimizer: OptimizerKind = key()
+    """Adam with decoupled weight decay, SGD with momentum, or Muon."""
+    kernel: OptimizerKernel = key(resume="free")
+    """Whose Adam and SGD are used; Muon is always that of emerging_optimizers, beside this Adam."""
+    overrides: list[ParamOverride] = field(metadata={"resume": ResumePolicy.refuse})
+    """Other learning rates and weight decays for some parameters, by name; of several that match, the last one that
+    gives a value counts."""
     lr: float = key(resume="warn")
     """Peak learning rate."""
     min_lr: float = key(resume="warn")
@@ -269,6 +295,27 @@ class Optimizer:
     """Decay of the second moment."""
     adam_eps: float = key(resume="warn")
     """Added to the root of the second moment."""
+    sgd_momentum: float = key(resume="warn")
+    """SGD: share of the last update in the next one; 0 for none."""
+    muon_momentum: float = key(resume="warn")
+    """Muon: decay of the average of gradients that is orthogonalised."""
+    muon_nesterov: bool = key(resume="warn")
+    """Muon: look one gradient ahead, as Nesterov does."""
+    muon_num_ns_steps: int = key(resume="warn")
+    """Muon: Newton-Schulz iterations of an update."""
+    muon_coefficient_type: MuonCoefficientType = key(resume="warn")
+    """Muon: coefficients of these iterations."""
+    muon_fp32_matmul_prec: MatmulPrecision = key(resume="warn")
+    """Muon: precision of these iterations; medium is bf16."""
+    muon_scale_mode: MuonScaleMode = key(resume="warn")
+    """Muon: how large an orthogonal update is."""
+    muon_extra_scale_factor: float = key(resume="warn")
+    """Muon: further factor of the update; 0.2 with `spectral` makes updates as large as Adam's, so that one learning
+    rate serves both. Source: arXiv:2502.16982, section 2.2."""
+    muon_split_qkv: bool = key(resume="warn")
+    """Muon: orthogonalise queries, keys and values apart."""
+    muon_tp_mode: MuonTpMode = key(resume="warn")
+    """Muon: what tensor-parallel ranks orthogonalise."""
     use_precision_aware_optimizer: bool = key(resume="warn")
     """Let Transformer Engine's Adam keep gradients and moments in the formats below."""
     main_grads_dtype: StateDType = key(resume="warn")

@@ -11,13 +11,13 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardwright.conf.choices import DataSource, DType, GpuKind, PositionEmbedding, Recompute, StateDType
+from shardwright.conf.choices import DataSource, GpuKind, PositionEmbedding, Recompute
 from shardwright.conf.compose import shown
 from shardwright.conf.problems import Problem
 from shardwright.conf.schema import BYTES, Config
 from shardwright.data import documents
 from shardwright.parallel.layout import Layout
-from shardwright.pretrain import checks_execution, checks_fp8, checks_schedule, plan, requirements
+from shardwright.pretrain import checks_execution, checks_fp8, checks_optimizer, checks_schedule, plan, requirements
 from shardwright.pretrain import machine as machines
 from shardwright.pretrain.machine import Machine
 from shardwright.pretrain.ranges import divisors, multiples, nearest, numbers_in_range, rest, value_of
@@ -192,24 +192,6 @@ def recomputation_says_what(config: Config) -> Iterator[Problem]:
             yield Problem(key=f"model.{key}", value=shown(value), rule=rule, remedy=remedy if value is None else "")
 
 
-def optimizer_states_have_their_kernel(config: Config) -> Iterator[Problem]:
-    optimizer = config.optimizer
-    if not optimizer.use_precision_aware_optimizer:
-        for key in ("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
-            kind = getattr(optimizer, key)
-            if kind is not StateDType.fp32:
-                rule = "needs optimizer.use_precision_aware_optimizer=true"
-                remedy = f"optimizer=adam_bf16_states, or optimizer.{key}=fp32"
-                yield Problem(key=f"optimizer.{key}", value=kind.name, rule=rule, remedy=remedy)
-    elif config.precision.dtype is DType.fp32:
-        rule, remedy = "has nothing to save in fp32 training", "precision=bf16 works"
-        yield Problem(key="optimizer.use_precision_aware_optimizer", value="true", rule=rule, remedy=remedy)
-    if optimizer.main_grads_dtype is StateDType.bf16 and config.precision.grad_reduce_in_fp32:
-        rule = "reads bf16 gradients, and precision.grad_reduce_in_fp32=true makes fp32 ones"
-        remedy = "precision.grad_reduce_in_fp32=false works"
-        yield Problem(key="optimizer.main_grads_dtype", value="bf16", rule=rule, remedy=remedy)
-
-
 CONFIG_RULES = (
     numbers_in_range,
     names_are_given,
@@ -234,7 +216,9 @@ CONFIG_RULES = (
     checks_schedule.wsd_has_its_decay,
     checks_schedule.weight_decay_has_an_end,
     recomputation_says_what,
-    optimizer_states_have_their_kernel,
+    checks_optimizer.states_have_their_kernel,
+    checks_optimizer.muon_trains_in_bf16,
+    checks_optimizer.overrides_say_something,
     checks_execution.chunks_divide_the_sequence,
     checks_execution.offloading_stands_alone,
     checks_execution.recording_suits_the_run,
@@ -306,13 +290,6 @@ def packages_are_there(config: Config, machine: Machine) -> Iterator[Problem]:
             yield problem
 
 
-def precision_aware_needs_a_gpu(config: Config, machine: Machine) -> Iterator[Problem]:
-    if config.optimizer.use_precision_aware_optimizer and machines.device(config, machine) == "cpu":
-        rule = "is an Adam of Transformer Engine, which runs on a GPU alone"
-        remedy = "optimizer.use_precision_aware_optimizer=false works"
-        yield Problem(key="optimizer.use_precision_aware_optimizer", value="true", rule=rule, remedy=remedy)
-
-
 def recomputation_has_its_kernels(config: Config, machine: Machine) -> Iterator[Problem]:
     model = config.model
     selective = model.recompute_granularity is Recompute.selective and "layernorm" in model.recompute_modules
@@ -336,7 +313,8 @@ MACHINE_RULES = (
     gpus_are_what_they_are_called,
     packages_are_there,
     recomputation_has_its_kernels,
-    precision_aware_needs_a_gpu,
+    checks_optimizer.kernels_are_there,
+    checks_optimizer.muon_is_there,
     checks_execution.kernels_are_there,
     checks_execution.variables_are_deterministic,
     checks_fp8.gpus_compute_the_recipe,

@@ -67,7 +67,7 @@ def describe(
         "kernels": engine.kernels(),
         "process": process.facts(),
         "memory": engine.memory(),
-        "param_groups": engine.parameter_groups(),
+        "param_groups": engine.parameter_groups,
         "data": {
             **source.description(),
             "micro_batch_size": batch.micro_batch_size,

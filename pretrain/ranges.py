@@ -33,6 +33,7 @@ RANGES = (
             "parallel": "tp pp",
             "precision": "fp8_amax_history_len loss_scale_window hysteresis",
             "data": "seq_length micro_batch_size global_batch_size vocab_size",
+            "optimizer": "muon_num_ns_steps",
             "schedule": "train_iters lr_decay_iters lr_wsd_decay_iters",
             "checkpoint": "keep_last",
             "resilience": "distributed_timeout_seconds",
@@ -61,7 +62,7 @@ RANGES = (
         {
             "precision": "loss_scale initial_loss_scale min_loss_scale",
             "model": "layernorm_epsilon init_method_std",
-            "optimizer": "lr adam_eps",
+            "optimizer": "lr adam_eps muon_extra_scale_factor",
         },
     ),
     Range(
@@ -70,7 +71,7 @@ RANGES = (
         "0",
         {
             "model": "hidden_dropout attention_dropout",
-            "optimizer": "adam_beta1 adam_beta2",
+            "optimizer": "adam_beta1 adam_beta2 sgd_momentum muon_momentum",
             "schedule": "lr_warmup_fraction",
         },
     ),

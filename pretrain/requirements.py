@@ -1,13 +1,14 @@
 """Which packages a feature needs, found without importing any of them.
 
 An import of torch costs seconds and one of Transformer Engine initialises CUDA, while a refusal must come within
-seconds and before any process group exists. So a package is looked up (`importlib.util.find_spec`) and its version read
-from its metadata. The same name may stand for another project on the package index (`apex` does), so what counts is the
-import name together with the distribution.
+seconds and before any process group exists. So modules are looked up and a version is read from the package's metadata.
+The same name may stand for another project on the package index (`apex` does, and a placeholder is called
+`emerging-optimizers`), so what counts are the modules that the feature uses.
 """
 
 from dataclasses import dataclass
 from importlib import metadata, util
+from importlib.machinery import PathFinder
 
 from packaging.version import InvalidVersion, Version
 
@@ -18,8 +19,8 @@ from shardwright.conf.problems import Problem
 class Requirement:
     """One package and the least version that is known to work."""
 
-    module: str
-    """What is imported."""
+    modules: str
+    """What is imported, separated by blanks; all of it must be there."""
     distributions: tuple[str, ...]
     """Names on the package index, the first installed one tells the version."""
     least: str
@@ -48,6 +49,18 @@ REQUIREMENTS = {
         "0.2.1",
         "in the checkout: pip install -c constraints.txt -e '.[sentencepiece]'",
     ),
+    "emerging_optimizers": Requirement(
+        "emerging_optimizers.orthogonalized_optimizers emerging_optimizers.soap absl",
+        ("emerging-optimizers",),
+        "0.3",
+        "in the checkout: pip install -c constraints.txt -e '.[muon]'",
+    ),
+    "apex": Requirement(
+        "apex.optimizers amp_C",
+        ("apex",),
+        "0.1",
+        "build NVIDIA's apex with its C++ and CUDA extensions: https://github.com/NVIDIA/apex",
+    ),
 }
 """Feature -> what it needs."""
 
@@ -55,7 +68,7 @@ REQUIREMENTS = {
 def version(feature: str) -> str | None:
     """Installed version of a feature's package, `unknown` for a source tree; None if it is not there."""
     requirement = REQUIREMENTS[feature]
-    if not _importable(requirement.module):
+    if not all(map(_importable, requirement.modules.split())):
         return None
     for distribution in requirement.distributions:
         try:
@@ -80,9 +93,16 @@ def problem(feature: str, installed: str | None) -> Problem | None:
 
 
 def _importable(module: str) -> bool:
-    top, _, _ = module.partition(".")
+    """Whether a dotted module can be found; nothing on the way to it is imported."""
+    top, *below = module.split(".")
     try:
-        # the whole dotted path: `megatron` alone is a namespace that many projects share
-        return util.find_spec(top) is not None and util.find_spec(module) is not None
+        spec = util.find_spec(top)
+        path = top
+        for name in below:  # the whole path: `megatron` alone is a namespace that many projects share
+            if spec is None or spec.submodule_search_locations is None:
+                return False
+            path = f"{path}.{name}"
+            spec = PathFinder.find_spec(path, list(spec.submodule_search_locations))
     except (ImportError, ValueError):
         return False
+    return spec is not None

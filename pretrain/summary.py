@@ -162,8 +162,8 @@ def _memory(memory: Mapping[str, Any]) -> str:
 def _param_groups(groups: Sequence[Mapping[str, Any]]) -> str:
     if not groups:
         return ""
-    rows: list[list[object]] = [["parameter group", "on rank 0", "weight decay", "lr x"]]
-    rows += [[g["name"], count(g["parameters"]), g["weight_decay"], g["lr_mult"]] for g in groups]
+    rows: list[list[object]] = [["parameter group", "by", "on rank 0", "weight decay", "lr x"]]
+    rows += [[g["name"], g["optimizer"], count(g["parameters"]), g["weight_decay"], g["lr_mult"]] for g in groups]
     return columns(rows)
 
 

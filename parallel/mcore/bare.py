@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from shardwright.conf.schema import Config
 from shardwright.data.loader import Batch
 from shardwright.parallel.layout import Layout
+from shardwright.parallel.mcore import optimizers
 from shardwright.parallel.mcore.model import build_gpt, loss_arguments, wrap_data_parallel
 from shardwright.parallel.mcore.translate import megatron_configs
 
@@ -41,8 +41,9 @@ def bare_step(
     transformer = configs.transformer
     gpt = build_gpt(config, padded_vocab_size, configs, layout, groups, device, rank)
     model = wrap_data_parallel(gpt, configs, groups)
-    optimizer = get_megatron_optimizer(configs.optimizer, [model])
+    optimizer, _ = optimizers.build(config, configs.optimizer, model)
     for group in optimizer.param_groups:  # megatron-core leaves that to its scheduler: without one, norms decay too
+        group["lr"] = config.optimizer.lr * group["lr_mult"]
         group["weight_decay"] = config.optimizer.weight_decay * group["wd_mult"]
     transformer.grad_scale_func = optimizer.scale_loss
     transformer.finalize_model_grads_func = partial(finalize_model_grads, pg_collection=groups)

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch.profiler import record_function
 
@@ -25,7 +24,7 @@ from shardwright.conf.choices import CudaGraph
 from shardwright.conf.schema import Config
 from shardwright.data.loader import Batch
 from shardwright.parallel.layout import Layout
-from shardwright.parallel.mcore import fp8_state, torch_adam, wgrad_fusion
+from shardwright.parallel.mcore import fp8_state, optimizers, wgrad_fusion
 from shardwright.parallel.mcore.graphs import Graphs
 from shardwright.parallel.mcore.groups import Groups
 from shardwright.parallel.mcore.model import build_gpt, loss_arguments, wrap_data_parallel
@@ -91,10 +90,8 @@ class Engine:
         self.model = wrap_data_parallel(gpt, configs, self.groups)
         if device.type == "cuda":
             fp8_state.install()
-        torch_adam.mend()
-        self._group_overrides = get_standard_config_overrides(configs.optimizer)
-        self.optimizer = get_megatron_optimizer(configs.optimizer, [self.model], self._group_overrides)
-        torch_adam.create_state(self.optimizer)
+        self.optimizer_config = configs.optimizer
+        self.optimizer, self.parameter_groups = optimizers.build(config, configs.optimizer, self.model)
         self._refuse_non_finite_norms()
         self._graphs = Graphs(config, [self.model], self.optimizer, self.groups, layout.dp)
         self._forward_backward = self._graphs.wrap(get_forward_backward_func())
@@ -204,37 +201,9 @@ class Engine:
         if self.config.parallel.overlap_param_gather:
             self.model.start_param_sync(force_sync=True)
 
-    def parameter_groups(self) -> list[dict[str, Any]]:
-        """What decays and what does not, by the very overrides that the optimizer was built with.
-
-        Returns:
-            One row per optimizer parameter group: name, parameters on this rank, weight_decay, lr_mult.
-        """
-        rows: dict[str, dict[str, Any]] = {}
-        for name, parameter in self.model.module.named_parameters():
-            merged: dict[str, Any] = {}
-            for key, override in self._group_overrides.items():
-                if key.matches(parameter, name):
-                    merged.update(override)
-            wd_mult = merged.get("wd_mult", 1.0)
-            group = "matrices" if wd_mult else "norms and biases"
-            row = rows.setdefault(
-                group,
-                {
-                    "name": group,
-                    "parameters": 0,
-                    "weight_decay": self.config.optimizer.weight_decay * wd_mult,
-                    "lr_mult": merged.get("lr_mult", 1.0),
-                },
-            )
-            row["parameters"] += parameter.numel()
-        return list(rows.values())
-
     def kernels(self) -> dict[str, str]:
         """Which implementations are in use, for people."""
         on_gpu = self.device.type == "cuda"
-        parts = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-        adam = type(parts[0].optimizer)
         layers = f"Transformer Engine {version('transformer-engine')}" if on_gpu else "megatron-core local"
         transformer, execution = self.transformer_config, self.config.execution
         loss = "megatron-core, unfused"
@@ -249,7 +218,7 @@ class Engine:
             "cross_entropy": loss,
             "weight gradients": f"fused with their sum, {fused}" if fused else "summed apart",
             **({} if execution.cuda_graph_impl is CudaGraph.none else {"graphs": execution.cuda_graph_impl.name}),
-            "optimizer": f"{adam.__module__.split('.')[0]} {adam.__name__}",
+            "optimizer": optimizers.kernel_names(self.optimizer),
             "communication": dist.get_backend(),
         }
 
@@ -257,14 +226,10 @@ class Engine:
         """Bytes that this rank holds for good: weights, gradient buffers, optimizer state and main weights."""
         buffers = [*self.model.buffers, *self.model.expert_parallel_buffers]
         weights = {p.data_ptr(): p.numel() * p.element_size() for p in self.model.parameters()}
-        main = 0
-        for group in self.optimizer.param_groups:
-            # Adam: two moments in fp32, and a main weight in fp32 where the model's is not
-            main += sum(p.numel() * (12 if self.transformer_config.bf16 else 8) for p in group["params"])
         return {
             "weights_bytes": sum(weights.values()),
             "gradients_bytes": sum(b.grad_data.numel() * b.grad_data.element_size() for b in buffers),
-            "optimizer_bytes": main,
+            "optimizer_bytes": optimizers.state_bytes(self.optimizer, self.optimizer_config),
         }
 
     def _run(self, microbatches: list[Batch], *, forward_only: bool) -> torch.Tensor:

@@ -10,7 +10,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from shardwright.conf.schema import Config
 from shardwright.parallel.layout import Layout
-from shardwright.parallel.mcore import wgrad_fusion
+from shardwright.parallel.mcore import optimizers, wgrad_fusion
 from shardwright.parallel.mcore.layers import decoder_block_spec
 from shardwright.parallel.mcore.loss_in_chunks import loss_in_chunks
 from shardwright.parallel.mcore.translate import MegatronConfigs
@@ -65,7 +65,11 @@ def wrap_data_parallel(
 
     def wrapped() -> DistributedDataParallel:
         return DistributedDataParallel(
-            config=configs.transformer, ddp_config=configs.ddp, module=gpt, pg_collection=groups
+            config=configs.transformer,
+            ddp_config=configs.ddp,
+            module=gpt,
+            pg_collection=groups,
+            full_param_layout=optimizers.param_layout(gpt, configs.optimizer, configs.ddp, groups),
         )
 
     recorded = configs.transformer.cuda_graph_impl

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing import ShardedObject
-from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+from megatron.core.dist_checkpointing.serialization import load_common_state_dict, load_sharded_metadata
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-from shardwright.parallel.mcore import safe_load
+from shardwright.parallel.mcore import optimizers, safe_load
 from shardwright.parallel.mcore.engine import Engine
 
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
@@ -49,16 +49,22 @@ def load(engine: Engine, folder: Path, *, with_rng: bool) -> None:
         folder: a committed checkpoint.
         with_rng: restore every rank's RNG; only for the layout that saved it.
 
+    Raises:
+        RefusedError: another optimizer wrote it, or other parameter groups.
+
     Collective: every rank calls it.
     """
     safe_load.harden()
+    optimizers.refuse_foreign_state(
+        engine.config, engine.optimizer, load_common_state_dict(str(folder)).get("optimizer", {})
+    )
     wanted = _sharded_state(engine, is_loading=True, with_rng=with_rng)
     without = _leave_out_missing_fp8_state(wanted["model"], folder)
     state = dist_checkpointing.load(wanted, str(folder))
     missing, unexpected = engine.model.module.load_state_dict(state["model"], strict=False)
     if unexpected or set(missing) - without:
         raise RuntimeError(f"{folder} does not fit the model: missing {missing}, unexpected {unexpected}")
-    engine.optimizer.load_state_dict(state["optimizer"])
+    optimizers.load_state(engine.optimizer, state["optimizer"])
     if with_rng:
         set_rng_state(state["rng"])
 

@@ -15,20 +15,16 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 
-def create_state(optimizer: Any) -> None:
-    """Create the state of every torch Adam inside a megatron-core optimizer, as its first step would."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        inner = getattr(part, "optimizer", None)
-        if not isinstance(inner, torch.optim.Adam):  # AdamW is one too; other optimizers make their own
-            continue
-        for group in inner.param_groups:
-            for parameter in group["params"]:
-                if not inner.state[parameter]:
-                    inner.state[parameter].update(
-                        step=torch.tensor(0.0),
-                        exp_avg=torch.zeros_like(parameter),
-                        exp_avg_sq=torch.zeros_like(parameter),
-                    )
+def create_state(optimizer: torch.optim.Adam) -> None:
+    """Create the state of every parameter, as the first step would."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not optimizer.state[parameter]:
+                optimizer.state[parameter].update(
+                    step=torch.tensor(0.0),
+                    exp_avg=torch.zeros_like(parameter),
+                    exp_avg_sq=torch.zeros_like(parameter),
+                )
 
 
 def mend() -> None:

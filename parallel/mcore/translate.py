@@ -11,7 +11,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
-from shardwright.conf.choices import Activation, CrossEntropy, CudaGraph, DType, StateDType
+from shardwright.conf.choices import Activation, CrossEntropy, CudaGraph, DType, OptimizerKind, StateDType
 from shardwright.conf.schema import Config
 from shardwright.parallel.layout import Layout
 
@@ -134,14 +134,25 @@ def _ddp(config: Config) -> DistributedDataParallelConfig:
 
 def _optimizer(config: Config) -> OptimizerConfig:
     optimizer, precision, dtype = config.optimizer, config.precision, DTYPES[config.precision.dtype]
+    by_layer = optimizer.optimizer is OptimizerKind.muon
     return OptimizerConfig(
-        optimizer="adam",
+        optimizer=optimizer.optimizer.value,
         lr=optimizer.lr,
         min_lr=optimizer.min_lr,
         weight_decay=optimizer.weight_decay,
         adam_beta1=optimizer.adam_beta1,
         adam_beta2=optimizer.adam_beta2,
         adam_eps=optimizer.adam_eps,
+        sgd_momentum=optimizer.sgd_momentum,
+        muon_momentum=optimizer.muon_momentum,
+        muon_nesterov=optimizer.muon_nesterov,
+        muon_num_ns_steps=optimizer.muon_num_ns_steps,
+        muon_coefficient_type=optimizer.muon_coefficient_type.value,
+        muon_fp32_matmul_prec=optimizer.muon_fp32_matmul_prec.value,
+        muon_scale_mode=optimizer.muon_scale_mode.value,
+        muon_extra_scale_factor=optimizer.muon_extra_scale_factor,
+        muon_split_qkv=optimizer.muon_split_qkv,
+        muon_tp_mode=optimizer.muon_tp_mode.value,
         clip_grad=optimizer.clip_grad,
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
@@ -156,6 +167,7 @@ def _optimizer(config: Config) -> OptimizerConfig:
         exp_avg_sq_dtype=DTYPES[optimizer.exp_avg_sq_dtype],
         fp8_recipe=None if precision.fp8 is None else precision.fp8_recipe.value,
         params_dtype=dtype,
-        use_distributed_optimizer=True,
+        use_distributed_optimizer=not by_layer,
+        use_layer_wise_distributed_optimizer=by_layer,
         overlap_param_gather=config.parallel.overlap_param_gather,
     )

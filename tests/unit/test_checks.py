@@ -12,12 +12,19 @@ from shardwright.pretrain.machine import Gpu, Machine, device
 from shardwright.pretrain.ranges import divisors, ranged_keys
 
 GIB = 2**30
-INSTALLED = {"torch": "2.11.0", "megatron_core": "0.19.2", "transformer_engine": "2.20.2", "sentencepiece": "0.2.1"}
+INSTALLED = {
+    "torch": "2.11.0",
+    "megatron_core": "0.19.2",
+    "transformer_engine": "2.20.2",
+    "sentencepiece": "0.2.1",
+    "emerging_optimizers": "0.3.0",
+}
 WITHOUT_TE = {**INSTALLED, "transformer_engine": None}
 H200 = Gpu("NVIDIA H200", (9, 0), 141 * GIB)
 A100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 80 * GIB)
 CPU_MACHINE = Machine(versions=WITHOUT_TE, notes=("NVML: NVML Shared Library Not Found",))
 FP8 = "precision=fp8_delayed"
+BF16_STATES = "optimizer=adam_bf16_states precision=bf16 precision.grad_reduce_in_fp32=false"
 
 
 def broken(*overrides: str) -> list[Problem]:
@@ -52,6 +59,10 @@ def broken_here(machine: Machine, *overrides: str) -> list[Problem]:
         ["optimizer.min_lr=0", "schedule.lr_decay_iters=1000"],
         ["execution=deterministic", "execution.cross_entropy_chunks=8", "execution.gc_interval=0"],
         ["execution.cuda_graph_impl=full_iteration", "model.recompute_granularity=selective", "cluster.gpu=h200"],
+        ["optimizer=sgd", "optimizer.kernel=torch"],
+        ["optimizer=muon", "precision=bf16"],
+        ["optimizer=adam_bf16_states", "precision=bf16", "precision.grad_reduce_in_fp32=false"],
+        ["optimizer.overrides=[{match:'*.weight',lr_mult:0.5,wd_mult:0}]"],
     ],
 )
 def test_a_sound_configuration_breaks_no_rule(overrides: list[str]) -> None:
@@ -166,6 +177,30 @@ def test_a_sound_configuration_breaks_no_rule(overrides: list[str]) -> None:
         ("optimizer.exp_avg_dtype=bf16", "optimizer.exp_avg_dtype", "optimizer=adam_bf16_states"),
         ("optimizer=adam_bf16_states precision=bf16", "optimizer.main_grads_dtype", "grad_reduce_in_fp32=false works"),
         ("optimizer.use_precision_aware_optimizer=true", "optimizer.use_precision_aware_optimizer", "precision=bf16"),
+        ("optimizer=muon", "optimizer.optimizer", "precision=bf16 works"),
+        ("optimizer=muon precision=fp16", "optimizer.optimizer", "precision=bf16 works"),
+        (
+            f"{BF16_STATES} optimizer.optimizer=sgd",
+            "optimizer.use_precision_aware_optimizer",
+            "optimizer.optimizer=adam or false works",
+        ),
+        (
+            f"{BF16_STATES} optimizer.optimizer=muon",
+            "optimizer.use_precision_aware_optimizer",
+            "optimizer.optimizer=adam or false works",
+        ),
+        (
+            f"{BF16_STATES} optimizer.kernel=torch",
+            "optimizer.use_precision_aware_optimizer",
+            "optimizer.kernel=auto works",
+        ),
+        ("optimizer.overrides=[{match:'',lr_mult:1}]", "optimizer.overrides[0].match", "linear_fc1.weight"),
+        ("optimizer.overrides=[{match:a}]", "optimizer.overrides[0]", "give it lr_mult or wd_mult"),
+        (
+            "optimizer.overrides=[{match:a,lr_mult:1},{match:a,wd_mult:-1}]",
+            "optimizer.overrides[1].wd_mult",
+            "optimizer.overrides[1].wd_mult=0 works",
+        ),
         (f"{FP8} cluster.gpu=none", "precision", "precision=bf16, or cluster.gpu=auto|h100|h200|b200|gb200"),
         (f"{FP8} precision.dtype=fp32", "precision", "precision.dtype=bf16 works"),
         (f"{FP8} model.hidden_size=120", "model.hidden_size", "hidden_size=112 or model.hidden_size=128 works"),
@@ -245,7 +280,7 @@ def test_a_number_out_of_range_is_refused_without_upsetting_other_rules(override
     ],
 )
 def test_what_a_step_cannot_be_computed_with_is_refused(overrides: str, key: str, words: str) -> None:
-    typed = [word if "." in word else f"execution.{word}" for word in overrides.split()]
+    typed = [word if "." in word or word.startswith("precision") else f"execution.{word}" for word in overrides.split()]
     found = {problem.key: str(problem) for problem in broken(*typed)}
     assert words in found[f"execution.{key}"]
 
@@ -325,6 +360,16 @@ def test_the_device_follows_the_config_and_the_machine(choice: str, gpus: tuple[
             "needs a GPU; execution.gradient_accumulation_fusion=null works",
         ),
         (machine_of(H200), "execution.attention_backend=flash", "flash-attn", "pip install"),
+        (
+            Machine(versions={**WITHOUT_TE, "emerging_optimizers": None}),
+            "optimizer=muon precision=bf16",
+            "emerging-optimizers",
+            "pip install -c constraints.txt -e '.[muon]'",
+        ),
+        (CPU_MACHINE, "optimizer.kernel=apex", "optimizer.kernel", "optimizer.kernel=auto|torch works"),
+        (CPU_MACHINE, "optimizer.kernel=transformer_engine", "optimizer.kernel", "run on a GPU alone"),
+        (machine_of(H200), "optimizer.kernel=apex", "optimizer.kernel", "auto|transformer_engine|torch works"),
+        (CPU_MACHINE, BF16_STATES, "optimizer.use_precision_aware_optimizer", "false works"),
         (CPU_MACHINE, "data=text data.files=[a.txt] data.tokenizer=bytes", "data.files", "there is no such file"),
         (CPU_MACHINE, "data=text data.files=[.] data.tokenizer=t.json", "data.tokenizer", "there is no such file"),
     ],

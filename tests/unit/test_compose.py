@@ -8,7 +8,7 @@ import pytest
 from shardwright.conf import compose
 from shardwright.conf.choices import Fp8Format, GpuKind
 from shardwright.conf.problems import RefusedError
-from shardwright.conf.schema import Config, ResumePolicy
+from shardwright.conf.schema import Config, ParamOverride, ResumePolicy
 
 
 def refusal(*overrides: str) -> str:
@@ -75,6 +75,34 @@ def test_misspelt_keys_and_bad_numbers_are_refused_together_with_a_suggestion() 
         ("precision.fp8=none", "precision.fp8=none: is none of e4m3, hybrid or null", ""),
         ("optimizer.lr=???", "optimizer.lr=???: has no value", "optimizer.lr=..."),
         ("~optimizer.lr", "optimizer.lr=???: has no value", ""),
+        (
+            "optimizer.overrides=3",
+            "optimizer.overrides=3: must be a list of mappings",
+            "[{match:'*.weight',lr_mult:0.5}]",
+        ),
+        (
+            "optimizer.overrides={match:a}",
+            "optimizer.overrides=[{match:'a'}]: must be a list of mappings",
+            "write it like",
+        ),
+        ("optimizer.overrides=[3]", "optimizer.overrides[0]=3: must be a list of mappings", "write it like"),
+        ("optimizer.overrides=[{lr_mult:2}]", "optimizer.overrides[0].match=???: has no value", "give one"),
+        (
+            "optimizer.overrides=[{match:a,lr_mul:2}]",
+            "optimizer.overrides[0].lr_mul=2: there is no such key",
+            "did you mean optimizer.overrides[0].lr_mult?",
+        ),
+        ("optimizer.overrides=[{match:a,x:2}]", "optimizer.overrides[0].x=2", "did you mean optimizer.overrides[0]."),
+        (
+            "optimizer.overrides=[{match:a,lr_mult:fast}]",
+            "optimizer.overrides[0].lr_mult=fast: must be a finite number or null",
+            "write it like 0.1",
+        ),
+        (
+            "optimizer.overrides.0.match=a",
+            "optimizer.overrides.0.match=a: there is no such key",
+            "optimizer.overrides?",
+        ),
         ("~model", "model=null: this section is missing", "model=llama|"),
         ("run.name=${nowhere.name}", "run.name=${nowhere.name}: leads nowhere", "'nowhere.name' not found"),
         ("run.name=${run.name}", "run.name=${run.name}: leads nowhere", ""),
@@ -114,6 +142,17 @@ def test_a_list_of_texts_is_quoted_where_hydra_would_read_something_else() -> No
     assert compose.override("data.files", "[a.txt,b.txt]") == "data.files=[a.txt,b.txt]"
 
 
+def test_a_list_of_mappings_is_typed_and_shown_as_an_override_that_gives_it_again() -> None:
+    config = compose.compose([r"optimizer.overrides=[{match:'*.bias',lr_mult:2},{wd_mult:0,match:'it\'s'}]"])
+    assert config.optimizer.overrides == [
+        ParamOverride(match="*.bias", lr_mult=2.0),
+        ParamOverride(match="it's", wd_mult=0.0),
+    ]
+    again = compose.override("optimizer.overrides", compose.shown(config.optimizer.overrides))
+    assert again == r"optimizer.overrides=[{match:'*.bias',lr_mult:2.0},{match:'it\'s',wd_mult:0.0}]"
+    assert compose.compose([again]) == config
+
+
 def test_a_model_without_sizes_asks_for_exactly_them() -> None:
     with pytest.raises(RefusedError) as caught:
         compose.compose(["model=llama", "model.num_layers=2"])
@@ -123,7 +162,13 @@ def test_a_model_without_sizes_asks_for_exactly_them() -> None:
 
 
 @pytest.mark.parametrize(
-    "overrides", [[], ["experiment=quickstart"], ["precision=fp8_delayed", "checkpoint.load='a b: #c'", "run.name=0x1"]]
+    "overrides",
+    [
+        [],
+        ["experiment=quickstart"],
+        ["precision=fp8_delayed", "checkpoint.load='a b: #c'", "run.name=0x1"],
+        ["optimizer.overrides=[{match:'*.bias',lr_mult:0.5},{match:'a b: #c',wd_mult:0}]"],
+    ],
 )
 def test_a_frozen_config_is_read_back_equal(overrides: list[str], tmp_path: Path) -> None:
     config = compose.compose(overrides)

@@ -28,7 +28,7 @@ START: dict[str, Any] = {
     "precision": {"dtype": "bf16", "fp8": None},
     "kernels": {"attention": "flash"},
     "memory": {"weights_bytes": 3 * 2**20},
-    "param_groups": [{"name": "norms", "parameters": 1000, "weight_decay": 0.0, "lr_mult": 1.0}],
+    "param_groups": [{"name": "norms", "optimizer": "adam", "parameters": 1000, "weight_decay": 0.0, "lr_mult": 1.0}],
     "data": {"source": "mock", "tokens": 4_000_000},
     "train_iters": 30,
     "first_step": 0,
