@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -22,8 +22,9 @@ from shardwright.conf.schema import Config
 from shardwright.data.loader import Batch
 from shardwright.parallel.layout import Layout
 from shardwright.parallel.mcore import fp8_state, torch_adam
+from shardwright.parallel.mcore.context import own_pieces
 from shardwright.parallel.mcore.groups import Groups
-from shardwright.parallel.mcore.model import build_gpt, wrap_data_parallel
+from shardwright.parallel.mcore.model import build_chunks
 from shardwright.parallel.mcore.translate import megatron_configs
 
 
@@ -79,13 +80,12 @@ class Engine:
         self.is_last_stage = layout.coordinates(rank).pp == layout.pp - 1
         configs = megatron_configs(config, layout, device)
         self.transformer_config = configs.transformer
-        gpt = build_gpt(config.model, padded_vocab_size, configs, layout, self.groups, device, rank)
-        self.model = wrap_data_parallel(gpt, configs, self.groups)
+        self.chunks = build_chunks(config.model, padded_vocab_size, configs, layout, self.groups, device, rank)
         if device.type == "cuda":
             fp8_state.install()
         torch_adam.mend()
         self._group_overrides = get_standard_config_overrides(configs.optimizer)
-        self.optimizer = get_megatron_optimizer(configs.optimizer, [self.model], self._group_overrides)
+        self.optimizer = get_megatron_optimizer(configs.optimizer, self.chunks, self._group_overrides)
         torch_adam.create_state(self.optimizer)
         self._refuse_non_finite_norms()
         self._forward_backward = get_forward_backward_func()
@@ -93,9 +93,18 @@ class Engine:
         transformer.grad_scale_func = self.optimizer.scale_loss
         transformer.finalize_model_grads_func = partial(finalize_model_grads, pg_collection=self.groups)
         if config.parallel.overlap_grad_reduce:
-            transformer.no_sync_func = self.model.no_sync
+            # with several chunks lists, of which megatron-core takes each chunk's own
+            no_sync = [chunk.no_sync for chunk in self.chunks]
+            grad_sync = [chunk.start_grad_sync for chunk in self.chunks]
+            transformer.no_sync_func = no_sync if layout.vpp > 1 else no_sync[0]
             if layout.pp > 1:
-                transformer.grad_sync_func = self.model.start_grad_sync
+                transformer.grad_sync_func = grad_sync if layout.vpp > 1 else grad_sync[0]
+
+    @property
+    def model(self) -> DistributedDataParallel:
+        """The one chunk of a rank without interleaved stages."""
+        (chunk,) = self.chunks
+        return chunk
 
     def train_step(self, microbatches: list[Batch], lr: float, weight_decay: float) -> StepResult:
         """Forward, backward, reduce, clip, update.
@@ -110,7 +119,8 @@ class Engine:
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_mult"]
             group["weight_decay"] = weight_decay * group["wd_mult"]
-        self.model.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         loss_scale = self.optimizer.get_loss_scale() if self.transformer_config.fp16 else None
         own = self._run(microbatches, forward_only=False)
@@ -153,22 +163,25 @@ class Engine:
     def evaluate(self, batches: Iterator[list[Batch]]) -> tuple[float, int]:
         """Mean loss over the unmasked tokens of `batches`, and their number; weights and RNG stay as they were."""
         hooked = self.config.parallel.overlap_param_gather
-        if hooked:
-            self.model.disable_forward_pre_hook()
-        self.model.eval()
+        for chunk in self.chunks:
+            if hooked:
+                chunk.disable_forward_pre_hook()
+            chunk.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         for microbatches in batches:
             total += self._run(microbatches, forward_only=True)
-        self.model.train()
-        if hooked:
-            self.model.enable_forward_pre_hook()
+        for chunk in self.chunks:
+            chunk.train()
+            if hooked:
+                chunk.enable_forward_pre_hook()
         loss_sum, num_tokens = self._reduce(total).tolist()
         return loss_sum / max(num_tokens, 1), int(num_tokens)
 
     def gather_parameters(self) -> None:
         """Finish the parameter gather that overlaps with the next forward, so that weights can be read now."""
         if self.config.parallel.overlap_param_gather:
-            self.model.start_param_sync(force_sync=True)
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
 
     def parameter_groups(self) -> list[dict[str, Any]]:
         """What decays and what does not, by the very overrides that the optimizer was built with.
@@ -177,7 +190,7 @@ class Engine:
             One row per optimizer parameter group: name, parameters on this rank, weight_decay, lr_mult.
         """
         rows: dict[str, dict[str, Any]] = {}
-        for name, parameter in self.model.module.named_parameters():
+        for name, parameter in (named for chunk in self.chunks for named in chunk.module.named_parameters()):
             merged: dict[str, Any] = {}
             for key, override in self._group_overrides.items():
                 if key.matches(parameter, name):
@@ -212,8 +225,9 @@ class Engine:
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds for good: weights, gradient buffers, optimizer state and main weights."""
-        buffers = [*self.model.buffers, *self.model.expert_parallel_buffers]
-        weights = {p.data_ptr(): p.numel() * p.element_size() for p in self.model.parameters()}
+        buffers = [part for chunk in self.chunks for part in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        parameters = [parameter for chunk in self.chunks for parameter in chunk.parameters()]
+        weights = {p.data_ptr(): p.numel() * p.element_size() for p in parameters}
         main = 0
         for group in self.optimizer.param_groups:
             # Adam: two moments in fp32, and a main weight in fp32 where the model's is not
@@ -228,8 +242,8 @@ class Engine:
         """One pass of the pipeline schedule; this stage's sums [loss, tokens] in float64, zeros before the last."""
         reports = self._forward_backward(
             forward_step_func=self._forward,
-            data_iterator=iter(microbatches),
-            model=[self.model],
+            data_iterator=[iter(microbatches) for _ in self.chunks],
+            model=self.chunks,
             num_microbatches=len(microbatches),
             seq_length=self.config.data.seq_length,
             micro_batch_size=self.config.data.micro_batch_size,
@@ -241,7 +255,8 @@ class Engine:
         return total
 
     def _forward(self, batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-        batch = {name: tensor.to(self.device, non_blocking=True) for name, tensor in next(batches).items()}
+        own = own_pieces(next(batches), self.layout.cp, self.groups.cp.rank())
+        batch = {name: tensor.to(self.device, non_blocking=True) for name, tensor in own.items()}
         loss_BS = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
         return loss_BS, partial(_token_loss, batch["loss_mask"])
 
