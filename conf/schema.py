@@ -150,6 +150,29 @@ class Parallel:
     """Sequence parallelism (megatron-core: sequence_parallel): norms and dropout split over the TP ranks."""
     pp: int = key(resume="free")
     """Pipeline parallelism (megatron-core: pipeline_model_parallel_size)."""
+    vpp: int = key(resume="free")
+    """Model chunks of each pipeline rank (megatron-core: virtual_pipeline_model_parallel_size): more than 1 interleaves
+    them, which shortens the idle time at both ends of a step; 1 for plain 1F1B."""
+    cp: int = key(resume="free")
+    """Context parallelism (megatron-core: context_parallel_size): every sequence split over ranks."""
+    ep: int = key(resume="free")
+    """Expert parallelism (megatron-core: expert_model_parallel_size): experts split over ranks of the expert grid."""
+    etp: int | None = key(resume="free")
+    """Tensor parallelism inside an expert (megatron-core: expert_tensor_parallel_size); null for `tp`."""
+    pipeline_layout: str | None = key(resume="free")
+    """What each of the pp * vpp stages holds (megatron-core: pipeline_model_parallel_layout), stages separated by "|":
+    E embedding, t transformer layer, m layer of multi-token prediction, L loss; `Et*3|(t*4|)*2t*3L`. Null for layers
+    shared out evenly, or by one of the next four."""
+    account_for_embedding_in_pipeline_split: bool = key(resume="free")
+    """The embedding counts as a layer, so the first stage holds one less."""
+    account_for_loss_in_pipeline_split: bool = key(resume="free")
+    """The loss counts as a layer, so the last stage holds one less."""
+    num_layers_in_first_pipeline_stage: int | None = key(resume="free")
+    """Layers of the first pipeline rank; null for as many as the ranks between first and last."""
+    num_layers_in_last_pipeline_stage: int | None = key(resume="free")
+    """Layers of the last pipeline rank; null for as many as the ranks between first and last."""
+    allow_tp_across_nodes: bool = key(resume="free")
+    """Accept tensor-parallel groups whose ranks stand on several nodes, where every layer waits for the network."""
     overlap_grad_reduce: bool = key(resume="free")
     """Reduce gradients while the backward pass still runs."""
     overlap_param_gather: bool = key(resume="free")

@@ -6,14 +6,44 @@ axis varies fastest):
 * dense layers:  rank = tp_rank + TP * (cp_rank + CP * (dp_rank + DP * pp_rank))
 * expert layers: rank = etp_rank + ETP * (ep_rank + EP * (edp_rank + EDP * pp_rank))
 
-A group is the set of ranks that differ along the named axes and agree along the others.
+A group is the set of ranks that differ along the axes of its name and agree along the others. Nodes hold neighbouring
+ranks, so the axes that come first stay inside a node: tensor parallelism, then context and expert parallelism.
 """
 
 import itertools
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shardwright.conf.problems import Problem, refuse
+
+DENSE, EXPERT = ("tp", "cp", "dp", "pp"), ("etp", "ep", "edp", "pp")
+"""Axes of the two grids, fastest first."""
+GROUPS: dict[str, tuple[str, ...]] = {
+    "tp": ("tp",),
+    "cp": ("cp",),
+    "dp": ("dp",),
+    "pp": ("pp",),
+    "tp_cp": ("tp", "cp"),
+    "tp_dp": ("tp", "dp"),
+    "tp_dp_cp": ("tp", "cp", "dp"),
+    "dp_cp": ("cp", "dp"),
+    "mp": ("tp", "pp"),
+    "embd": ("pp",),
+    "pos_embd": ("pp",),
+    "ep": ("ep",),
+    "expt_tp": ("etp",),
+    "expt_dp": ("edp",),
+    "tp_ep": ("etp", "ep"),
+    "tp_ep_pp": ("etp", "ep", "pp"),
+    "intra_dp_cp": ("cp", "dp"),
+    "intra_expt_dp": ("edp",),
+    "intra_dist_opt": ("etp", "ep", "edp", "pp"),
+}
+"""Group -> its axes, by the names of megatron-core's `ProcessGroupCollection` (process_groups_config.py:27).
+
+Of `embd` only the first and the last stage of a pipeline are members (they hold a tied embedding), of `pos_embd` the
+first. The `intra_` groups are those of one instance of the distributed optimizer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +67,7 @@ class Layout:
         world_size: ranks of the run.
         tp, pp, cp: tensor, pipeline and context parallelism of the dense grid.
         ep, etp: expert and expert-tensor parallelism of the expert grid; `etp` is spelt out, not inherited from `tp`.
+        vpp: model chunks of each pipeline rank; a chunk is no rank, so it is on neither grid.
 
     Raises:
         RefusedError: a size below 1, or a product that does not divide the world.
@@ -48,38 +79,49 @@ class Layout:
     cp: int = 1
     ep: int = 1
     etp: int = 1
+    vpp: int = 1
 
     def __post_init__(self) -> None:
-        refuse(self.problems(self.world_size, tp=self.tp, pp=self.pp, cp=self.cp, ep=self.ep, etp=self.etp))
+        sizes = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep, "etp": self.etp, "vpp": self.vpp}
+        refuse(self.problems(self.world_size, **sizes))
 
     @staticmethod
-    def problems(world_size: int, *, tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, etp: int = 1) -> list[Problem]:
-        """All rules that these sizes break; an empty list means that a `Layout` of them exists."""
-        sizes = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp}
+    def problems(
+        world_size: int,
+        *,
+        tp: int = 1,
+        pp: int = 1,
+        cp: int = 1,
+        ep: int = 1,
+        etp: int | None = None,
+        vpp: int = 1,
+    ) -> list[Problem]:
+        """All rules that these sizes break; an empty list means that a `Layout` of them exists.
+
+        Args:
+            world_size, tp, pp, cp, ep, vpp: as of a `Layout`.
+            etp: None for the default, which is `tp`; the problem then spells that out.
+        """
+        sizes = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": tp if etp is None else etp, "vpp": vpp}
         found = [
             Problem(key=f"parallel.{name}", value=size, rule="must be at least 1", remedy=f"parallel.{name}=1 works")
             for name, size in sizes.items()
-            if size < 1
+            if size < 1 and not (name == "etp" and etp is None)
         ]
         if world_size < 1:
             found.append(Problem(key="cluster.ranks", value=world_size, rule="must be at least 1"))
         if found:
             return found
-        grids = (("tp", "cp", "pp"), ("etp", "ep", "pp")) if max(ep, etp) > 1 else (("tp", "cp", "pp"),)
-        for axes in grids:
-            product = math.prod(sizes[name] for name in axes)
-            used = [name for name in axes if sizes[name] > 1]
-            if world_size % product:
-                below, above = world_size // product * product, -(-world_size // product) * product
-                fitting = " or ".join(str(n) for n in (below, above) if n)
-                found.append(
-                    Problem(
-                        key=" * ".join(f"parallel.{name}" for name in used),
-                        value=product,
-                        rule=f"does not divide the {world_size} ranks of the run",
-                        remedy=f"cluster.ranks={fitting} works",
-                    )
-                )
+        dense, expert = tp * cp * pp, sizes["etp"] * ep * pp
+        fitting = math.lcm(dense, expert)
+        below, above = world_size // fitting * fitting, -(-world_size // fitting) * fitting
+        works = f"cluster.ranks={' or '.join(str(number) for number in (below, above) if number)} works"
+        if world_size % dense:
+            found.append(_does_not_divide(world_size, sizes, ("tp", "cp", "pp"), "", works))
+        if world_size % expert and (ep > 1 or sizes["etp"] != tp):
+            default = f", where parallel.etp is parallel.tp={tp} by default" if etp is None and tp > 1 else ""
+            alone = ", or parallel.etp=1" if sizes["etp"] > 1 and not world_size % (ep * pp) else ""
+            found.append(_does_not_divide(world_size, sizes, ("etp", "ep", "pp"), default, works + alone))
         return found
 
     @property
@@ -104,32 +146,54 @@ class Layout:
         edp = rest % self.edp
         return Coordinates(tp=tp, cp=cp, dp=dp, pp=pp, etp=etp, ep=ep, edp=edp)
 
-    def groups(self, axes: str) -> list[tuple[int, ...]]:
-        """Every group that communicates over `axes`, each in rank order.
+    def groups(self, name: str) -> list[tuple[int, ...]]:
+        """Every group of a name in `GROUPS`, each in rank order; together they hold every rank of theirs once."""
+        return list(self._groups(name))
 
-        Args:
-            axes: axis names joined by "-": "tp", "dp-cp", "tp-pp" of the dense grid, "ep", "etp-ep", "edp" of the
-                expert grid ("pp" belongs to both).
-        """
-        named = axes.split("-")
-        dense = {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}
-        expert = {"etp": self.etp, "ep": self.ep, "edp": self.edp, "pp": self.pp}
-        grid = dense if set(named) <= set(dense) else expert
-        if not set(named) <= set(grid):
-            raise ValueError(f"axes {axes!r} are not of one grid: dense {list(dense)}, expert {list(expert)}")
-        strides, stride = {}, 1
-        for name, size in grid.items():
-            strides[name] = stride
-            stride *= size
-        inside = [name for name in grid if name in named]
-        outside = [name for name in grid if name not in named]
+    def group(self, name: str, rank: int) -> tuple[int, ...]:
+        """The group of that name in which `rank` stands; empty where it stands in none (a middle stage's `embd`)."""
+        at, grid = self.coordinates(rank), self._grid(name)
+        start = rank - sum(getattr(at, axis) * grid[axis][1] for axis in GROUPS[name])
+        members = _members(name, [start + offset for offset in _offsets([grid[axis] for axis in GROUPS[name]])])
+        return members if rank in members else ()
 
-        def offsets(names: list[str]) -> list[int]:
-            # the first axis varies fastest, itertools.product varies the last one fastest
-            ranges = [range(grid[name]) for name in reversed(names)]
-            return [
-                sum(i * strides[name] for i, name in zip(place, reversed(names), strict=True))
-                for place in itertools.product(*ranges)
-            ]
+    def num_nodes(self, name: str, ranks_per_node: int) -> int:
+        """The most nodes on which one group of that name stands; 1 where none crosses the border of a node."""
+        return max(len({rank // ranks_per_node for rank in group}) for group in self._groups(name))
 
-        return [tuple(start + step for step in offsets(inside)) for start in offsets(outside)]
+    def _groups(self, name: str) -> Iterator[tuple[int, ...]]:
+        grid = self._grid(name)
+        inside = _offsets([grid[axis] for axis in GROUPS[name]])
+        outside = _offsets([place for axis, place in grid.items() if axis not in GROUPS[name]])
+        return (_members(name, [start + offset for offset in inside]) for start in outside)
+
+    def _grid(self, name: str) -> dict[str, tuple[int, int]]:
+        """The grid of a group: axis -> its size and the distance of neighbours along it."""
+        grid, stride = {}, 1
+        for axis in DENSE if set(GROUPS[name]) <= set(DENSE) else EXPERT:
+            size = getattr(self, axis)
+            grid[axis], stride = (size, stride), stride * size
+        return grid
+
+
+def _offsets(axes: Sequence[tuple[int, int]]) -> list[int]:
+    """All distances along axes of (size, stride), the first axis varying fastest."""
+    steps = [[index * stride for index in range(size)] for size, stride in reversed(axes)]
+    return [sum(places) for places in itertools.product(*steps)]
+
+
+def _members(name: str, ranks: list[int]) -> tuple[int, ...]:
+    if name == "embd":
+        return tuple(dict.fromkeys((ranks[0], ranks[-1])))
+    return tuple(ranks[:1] if name == "pos_embd" else ranks)
+
+
+def _does_not_divide(world: int, sizes: dict[str, int], axes: tuple[str, ...], remark: str, remedy: str) -> Problem:
+    used = [axis for axis in axes if sizes[axis] > 1]
+    product = math.prod(sizes[axis] for axis in used)
+    return Problem(
+        key=" * ".join(f"parallel.{axis}" for axis in used),
+        value=f"{' * '.join(str(sizes[axis]) for axis in used)} = {product}" if len(used) > 1 else product,
+        rule=f"does not divide the {world} ranks of the run{remark}",
+        remedy=remedy,
+    )

@@ -16,11 +16,19 @@ from shardwright.conf.compose import shown
 from shardwright.conf.problems import Problem
 from shardwright.conf.schema import BYTES, Config
 from shardwright.data import documents
-from shardwright.parallel.layout import Layout
-from shardwright.pretrain import checks_execution, checks_fp8, checks_optimizer, checks_schedule, plan, requirements
+from shardwright.pretrain import (
+    checks_execution,
+    checks_fp8,
+    checks_layout,
+    checks_optimizer,
+    checks_schedule,
+    checks_stages,
+    plan,
+    requirements,
+)
 from shardwright.pretrain import machine as machines
 from shardwright.pretrain.machine import Machine
-from shardwright.pretrain.ranges import divisors, multiples, nearest, numbers_in_range, rest, value_of
+from shardwright.pretrain.ranges import multiples, numbers_in_range, value_of
 
 LEAST_BPE_VOCAB = 257
 """A byte-level BPE tokenizer holds all 256 bytes and the end-of-document token before it learns a merge."""
@@ -60,55 +68,6 @@ def names_are_given(config: Config) -> Iterator[Problem]:
     for key in ("run.name", "run.dir", "data.cache_dir"):
         if not str(value_of(config, key)).strip():
             yield Problem(key=key, value="", rule="must not be empty")
-
-
-def axes_divide_the_world(config: Config) -> Iterator[Problem]:
-    tp, pp = config.parallel.tp, config.parallel.pp
-    if min(tp, pp, config.world_size) >= 1:
-        yield from Layout.problems(config.world_size, tp=tp, pp=pp)
-
-
-def ranks_fill_the_nodes(config: Config) -> Iterator[Problem]:
-    cluster, ranks = config.cluster, config.world_size
-    if rest(ranks, cluster.nodes):
-        rule = f"does not spread evenly over cluster.nodes={cluster.nodes}"
-        yield Problem(
-            key="cluster.ranks", value=ranks, rule=rule, remedy=multiples("cluster.ranks", ranks, cluster.nodes)
-        )
-    room = cluster.nodes * cluster.gpus_per_node
-    if cluster.gpu not in (GpuKind.auto, GpuKind.none) and 1 <= room < ranks:
-        rule = f"is more than {cluster.nodes} x {cluster.gpus_per_node} GPUs (cluster.nodes, cluster.gpus_per_node)"
-        remedy = f"cluster.ranks={room} or cluster.nodes={-(-ranks // cluster.gpus_per_node)} works"
-        yield Problem(key="cluster.ranks", value=ranks, rule=rule, remedy=remedy)
-
-
-def tensor_parallelism_splits_evenly(config: Config) -> Iterator[Problem]:
-    tp = config.parallel.tp
-    fitting = [size for size in range(1, min(config.model.num_attention_heads, 4096) + 1) if not _unsplit(config, size)]
-    unsplit = ", ".join(f"{name}={number}" for name, number in _unsplit(config, tp).items())
-    if unsplit:
-        remedy = nearest("parallel.tp", tp, fitting)
-        yield Problem(key="parallel.tp", value=tp, rule=f"does not split evenly: {unsplit}", remedy=remedy)
-
-
-def query_groups_share_heads(config: Config) -> Iterator[Problem]:
-    heads, query_groups = config.model.num_attention_heads, config.model.num_query_groups
-    if rest(heads, query_groups):
-        key, rule = "model.num_query_groups", f"does not divide model.num_attention_heads={heads}"
-        yield Problem(key=key, value=query_groups, rule=rule, remedy=nearest(key, query_groups, divisors(heads)))
-
-
-def sequence_parallelism_needs_ranks(config: Config) -> Iterator[Problem]:
-    if config.parallel.sp and config.parallel.tp == 1:
-        rule = "sequence parallelism splits over tensor-parallel ranks, and parallel.tp=1"
-        yield Problem(key="parallel.sp", value="true", rule=rule, remedy="parallel.sp=false or parallel.tp=2 works")
-
-
-def stages_hold_equal_layers(config: Config) -> Iterator[Problem]:
-    pp, layers = config.parallel.pp, config.model.num_layers
-    if rest(layers, pp):
-        rule = f"does not divide model.num_layers={layers}"
-        yield Problem(key="parallel.pp", value=pp, rule=rule, remedy=nearest("parallel.pp", pp, divisors(layers)))
 
 
 def gathering_needs_overlapped_reduction(config: Config) -> Iterator[Problem]:
@@ -195,12 +154,22 @@ def recomputation_says_what(config: Config) -> Iterator[Problem]:
 CONFIG_RULES = (
     numbers_in_range,
     names_are_given,
-    ranks_fill_the_nodes,
-    axes_divide_the_world,
-    tensor_parallelism_splits_evenly,
-    query_groups_share_heads,
-    sequence_parallelism_needs_ranks,
-    stages_hold_equal_layers,
+    checks_layout.ranks_fill_the_nodes,
+    checks_layout.axes_divide_the_world,
+    checks_layout.tensor_parallelism_stays_in_a_node,
+    checks_layout.tensor_parallelism_splits_evenly,
+    checks_layout.query_groups_share_heads,
+    checks_layout.sequence_parallelism_needs_ranks,
+    checks_layout.sequence_splits_evenly,
+    checks_layout.expert_parallelism_splits_experts,
+    checks_layout.expert_tensor_parallelism_splits_experts,
+    checks_layout.experts_want_sequence_parallelism,
+    checks_stages.stages_are_for_a_pipeline,
+    checks_stages.layers_are_split_one_way,
+    checks_stages.layers_fill_the_stages,
+    checks_stages.first_and_last_stage_leave_equal_shares,
+    checks_stages.chunks_hold_equal_layers,
+    checks_stages.written_stages_are_complete,
     gathering_needs_overlapped_reduction,
     checks_schedule.batch_splits_evenly,
     checks_schedule.ramp_reaches_the_batch,
@@ -230,26 +199,6 @@ CONFIG_RULES = (
     checks_fp8.recipe_suits_the_cluster,
     checks_fp8.shapes_are_multiples,
 )
-
-
-def _unsplit(config: Config, tp: int) -> dict[str, int]:
-    """What `tp` tensor-parallel ranks cannot share evenly: name -> number."""
-    model = config.model
-    if min(tp, model.num_query_groups, model.make_vocab_size_divisible_by) < 1:
-        return {}
-    numbers = {
-        "model.num_attention_heads": model.num_attention_heads,
-        "model.ffn_hidden_size": model.ffn_hidden_size,
-        "padded vocabulary": plan.padded_vocab_size(model),
-        "width of queries, keys and values": plan.qkv_width(model),
-    }
-    if config.parallel.sp:
-        numbers["data.seq_length"] = config.data.seq_length
-    unsplit = {name: number for name, number in numbers.items() if number % tp}
-    # Source: megatron-core 0.19.2, transformer_config.py:1338: with fewer groups than ranks, ranks share a group.
-    if model.num_query_groups % tp and tp % model.num_query_groups:
-        unsplit["model.num_query_groups"] = model.num_query_groups
-    return unsplit
 
 
 # ---- machine rules ---------------------------------------------------------------------------------------------------

@@ -26,7 +26,8 @@ GPU_ALONE = {
 
 def chunks_divide_the_sequence(config: Config) -> Iterator[Problem]:
     chunks, key = config.execution.cross_entropy_chunks, "execution.cross_entropy_chunks"
-    held = config.data.seq_length // (config.parallel.tp if config.parallel.sp and config.parallel.tp > 1 else 1)
+    parallel = config.parallel
+    held = config.data.seq_length // (max(parallel.cp, 1) * (max(parallel.tp, 1) if parallel.sp else 1))
     if chunks > 1 and held % chunks:
         rule = f"does not divide the {held} tokens of a sequence that a rank holds before the output layer"
         yield Problem(key=key, value=chunks, rule=rule, remedy=nearest(key, chunks, divisors(held)))

@@ -81,7 +81,7 @@ def _too_old(recipe: str, gpu: str, capability: tuple[int, int]) -> Iterator[Pro
 
 def shapes_are_multiples(config: Config) -> Iterator[Problem]:
     model, tp, data = config.model, config.parallel.tp, config.data
-    if recipe_of(config) is None or tp < 1:
+    if recipe_of(config) is None or min(tp, config.parallel.cp) < 1:
         return
     width_step = WIDTH * 2 if recipe_of(config) in ("mxfp8", "nvfp4") else WIDTH
     heads_width = model.num_attention_heads * model.kv_channels
@@ -96,7 +96,7 @@ def shapes_are_multiples(config: Config) -> Iterator[Problem]:
             rule = f"gives a matrix {odd[0]} wide on each rank, and FP8 needs multiples of {width_step}"
             remedy = multiples(key, value, step) if value % step else "a smaller parallel.tp works"
             yield Problem(key=key, value=value, rule=rule, remedy=remedy)
-    split = tp if config.parallel.sp else 1
+    split = config.parallel.cp * (tp if config.parallel.sp else 1)
     tokens = data.micro_batch_size * data.seq_length / split
     if tokens % TOKENS:
         rule = f"gives {tokens:g} tokens at once on each rank, and FP8 needs multiples of {TOKENS}"

@@ -63,16 +63,24 @@ def _ramp_reaches(ramp: Sequence[int], end: int) -> bool:
 
 
 def _samples_at_once(config: Config) -> int:
-    """Samples of one micro-batch on all data-parallel ranks; 0 where a number is out of range, reported elsewhere."""
-    tp, pp = config.parallel.tp, config.parallel.pp
-    if min(tp, pp, config.world_size) < 1 or config.world_size % (tp * pp):
+    """Every batch is a multiple of so many samples; 0 where the layout is impossible, which is reported elsewhere.
+
+    Interleaved stages take micro-batches in groups of `pp`. Source: megatron-core 0.19.2, schedules.py:1145.
+    """
+    layout = plan.possible_layout(config)
+    if layout is None:
         return 0
-    return config.data.micro_batch_size * plan.layout(config).dp
+    return config.data.micro_batch_size * layout.dp * (layout.pp if layout.vpp > 1 else 1)
 
 
 def _no_multiple(config: Config) -> str:
-    each, dp_size = config.data.micro_batch_size, plan.layout(config).dp
-    return f"no multiple of data.micro_batch_size * data-parallel ranks = {each} * {dp_size}"
+    each, layout = config.data.micro_batch_size, plan.layout(config)
+    if layout.vpp == 1:
+        return f"no multiple of data.micro_batch_size * data-parallel ranks = {each} * {layout.dp}"
+    return (
+        f"no multiple of data.micro_batch_size * data-parallel ranks * parallel.pp = {each} * {layout.dp} * "
+        f"{layout.pp} (with parallel.vpp={layout.vpp} stages take micro-batches in groups of parallel.pp)"
+    )
 
 
 # ---- learning rate and weight decay ----------------------------------------------------------------------------------

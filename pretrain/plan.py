@@ -15,9 +15,11 @@ from typing import Any
 
 from shardwright.conf.choices import Normalization, PositionEmbedding
 from shardwright.conf.compose import shown
+from shardwright.conf.problems import Problem
 from shardwright.conf.schema import Config, Model
 from shardwright.data.batch_size import BatchSizes
-from shardwright.parallel.layout import Layout
+from shardwright.parallel.layout import DENSE, EXPERT, Layout
+from shardwright.parallel.stages import Chunk, Split, Stages
 
 _PEAK_FLOPS = {
     "A100": 312e12,
@@ -77,6 +79,8 @@ class Plan:
 
     config: Config
     layout: Layout
+    stages: Stages
+    """What every pipeline rank holds, first rank first."""
     batch: BatchPlan
     padded_vocab_size: int
     parameters: int
@@ -97,15 +101,15 @@ class Plan:
 def make_plan(config: Config) -> Plan:
     """The plan of a configuration that `checks.config_problems` has passed."""
     model, samples = config.model, BatchSizes.of(config.data).consumed_after(config.schedule.train_iters)
+    stages = Split.of(config).stages()
     return Plan(
         config=config,
         layout=layout(config),
+        stages=stages,
         batch=batch(config),
         padded_vocab_size=padded_vocab_size(model),
         parameters=count_parameters(model),
-        parameters_per_rank=tuple(
-            stage.per_rank(config.parallel.tp) for stage in stage_weights(model, config.parallel.pp)
-        ),
+        parameters_per_rank=tuple(stage.per_rank(config.parallel.tp) for stage in stage_weights(model, stages)),
         flops_per_token=flops_per_token(model, config.data.seq_length),
         train_samples=samples,
         train_tokens=samples * config.data.seq_length,
@@ -114,7 +118,24 @@ def make_plan(config: Config) -> Plan:
 
 def layout(config: Config) -> Layout:
     """Where the ranks stand."""
-    return Layout(world_size=config.world_size, tp=config.parallel.tp, pp=config.parallel.pp)
+    sizes = config.parallel
+    etp = sizes.tp if sizes.etp is None else sizes.etp
+    return Layout(
+        world_size=config.world_size, tp=sizes.tp, pp=sizes.pp, cp=sizes.cp, ep=sizes.ep, etp=etp, vpp=sizes.vpp
+    )
+
+
+def possible_layout(config: Config) -> Layout | None:
+    """Where the ranks stand; None where the sizes make no layout, which `checks_layout` reports."""
+    return None if layout_problems(config) else layout(config)
+
+
+def layout_problems(config: Config) -> list[Problem]:
+    """Why the sizes of the axes make no layout; none where they do."""
+    sizes = config.parallel
+    return Layout.problems(
+        config.world_size, tp=sizes.tp, pp=sizes.pp, cp=sizes.cp, ep=sizes.ep, etp=sizes.etp, vpp=sizes.vpp
+    )
 
 
 def batch(config: Config) -> BatchPlan:
@@ -146,14 +167,20 @@ def count_parameters(model: Model) -> int:
     return (_embedding(model) + _layer(model) * model.num_layers + tail).total
 
 
-def stage_weights(model: Model, pp: int) -> list[Weights]:
-    """Weights of each pipeline stage; a tied embedding stands on the first and on the last."""
-    stages = [_layer(model) * (model.num_layers // pp)] * pp
-    stages[0] += _embedding(model)
-    alone = pp == 1 and model.share_embeddings_and_output_weights
-    stages[-1] += _norm(model, model.hidden_size)
-    stages[-1] += Weights(split=0 if alone else padded_vocab_size(model) * model.hidden_size)
-    return stages
+def stage_weights(model: Model, stages: Stages) -> list[Weights]:
+    """Weights of each pipeline rank; a tied embedding stands on the first and on the last."""
+    tied_here = len(stages) == 1 and model.share_embeddings_and_output_weights
+    output = Weights(split=0 if tied_here else padded_vocab_size(model) * model.hidden_size)
+
+    def weights(chunk: Chunk) -> Weights:
+        ends = Weights()
+        if chunk.embedding:
+            ends += _embedding(model)
+        if chunk.loss:
+            ends += _norm(model, model.hidden_size) + output
+        return _layer(model) * len(chunk.layers) + ends
+
+    return [sum(map(weights, chunks), Weights()) for chunks in stages]
 
 
 def qkv_width(model: Model) -> int:
@@ -193,11 +220,12 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "layout": {
             "world_size": places.world_size,
             "nodes": config.cluster.nodes,
-            **{axis: getattr(places, axis) for axis in ("tp", "pp", "cp", "dp")},
+            **{axis: getattr(places, axis) for axis in ("tp", "pp", "vpp", "cp", "dp", "ep", "etp", "edp")},
             "sp": config.parallel.sp,
+            "stages": [[chunk.letters for chunk in chunks] for chunks in plan.stages],
             "parameters_per_rank": list(plan.parameters_per_rank),
             "rank_map": [
-                {"rank": rank, "tp": place.tp, "cp": place.cp, "dp": place.dp, "pp": place.pp}
+                {"rank": rank, **{axis: getattr(place, axis) for axis in dict.fromkeys(DENSE + EXPERT)}}
                 for rank in range(places.world_size)
                 for place in [places.coordinates(rank)]
             ],

@@ -1,6 +1,6 @@
 """The plan as a person reads it: four short sections, ranks grouped by node."""
 
-from collections.abc import Callable
+import itertools
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -11,7 +11,7 @@ from rich.text import Text
 from shardwright.conf.compose import shown
 from shardwright.conf.schema import Config
 from shardwright.data.batch_size import BatchSizes
-from shardwright.parallel.layout import Coordinates
+from shardwright.parallel.stages import Chunk
 from shardwright.pretrain import plan
 from shardwright.pretrain.plan import Plan
 from shardwright.pretrain.summary import count
@@ -112,11 +112,52 @@ def _precision(planned: Plan) -> dict[str, str]:
 def _layout(planned: Plan) -> dict[str, str]:
     places, config = planned.layout, planned.config
     lightest, heaviest = min(planned.parameters_per_rank), max(planned.parameters_per_rank)
-    return {
+    chunks = f" of {places.vpp} chunks" if places.vpp > 1 else ""
+    context = f"CP {places.cp}, " if places.cp > 1 else ""
+    sp = " with SP" if config.parallel.sp else ""
+    rows = {
         "ranks": f"{places.world_size} on {config.cluster.nodes} node{'s' * (config.cluster.nodes > 1)}",
-        "parallelism": f"TP {places.tp}{' with SP' if config.parallel.sp else ''}, PP {places.pp}, DP {places.dp}",
-        "weights per rank": " to ".join(dict.fromkeys((count(lightest), count(heaviest)))),
+        "parallelism": f"TP {places.tp}{sp}, {context}PP {places.pp}{chunks}, DP {places.dp}",
     }
+    if places.ep > 1 or places.etp != places.tp:
+        rows["of experts"] = f"ETP {places.etp}, EP {places.ep}, PP {places.pp}, DP {places.edp}"
+    if config.cluster.nodes > 1:
+        rows["across nodes"] = _crossing(planned)
+    if places.pp > 1:
+        rows["layers of stage"] = "\n".join(_stages(planned))
+    rows["weights per rank"] = " to ".join(dict.fromkeys((count(lightest), count(heaviest))))
+    return rows
+
+
+def _crossing(planned: Plan) -> str:
+    """Which axes' groups stand on several nodes, and on how many."""
+    places, per_node = planned.layout, plan.local_ranks(planned.config)
+    axes = {"TP": "tp", "CP": "cp", "EP": "ep", "DP": "dp", "PP": "pp"}
+    nodes = {title: places.num_nodes(name, per_node) for title, name in axes.items() if getattr(places, name) > 1}
+    inside = [title for title, number in nodes.items() if number == 1]
+    across = [f"{title} over {number}" for title, number in nodes.items() if number > 1]
+    return ", ".join(across or ["no group"]) + (f"; inside a node {', '.join(inside)}" if inside else "")
+
+
+def _stages(planned: Plan) -> list[str]:
+    """A line for each run of pipeline ranks that hold equally much: `1-2 (4 each): 4-11 | 20-27`."""
+    sizes = [[_held(chunk, str(len(chunk.layers))) for chunk in chunks] for chunks in planned.stages]
+    lines = []
+    for _, run in itertools.groupby(range(len(sizes)), key=lambda rank: sizes[rank]):
+        ranks = list(run)
+        pairs = list(zip(planned.stages[ranks[0]], planned.stages[ranks[-1]], strict=True))
+        held = [_held(first, _span(range(first.layers.start, last.layers.stop) or [0])) for first, last in pairs]
+        each = dict.fromkeys(str(len(first.layers)) for first, _ in pairs)
+        together = f" ({' | '.join(each)} each)" if len(ranks) > 1 else ""
+        lines.append(f"{_span(ranks)}{together}: {' | '.join(held)}")
+    return lines
+
+
+def _held(chunk: Chunk, layers: str) -> str:
+    """What a chunk holds, its layers in these words."""
+    mtp = f"{chunk.num_mtp_layers} MTP" if chunk.num_mtp_layers else ""
+    parts = ("embedding" * chunk.embedding, layers if chunk.layers else "", mtp, "loss" * chunk.loss)
+    return " + ".join(part for part in parts if part)
 
 
 def _rank_map(planned: Plan) -> Table:
@@ -124,7 +165,9 @@ def _rank_map(planned: Plan) -> Table:
     places, nodes = planned.layout, planned.config.cluster.nodes
     per_node = places.world_size // nodes
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False, header_style="dim")
-    for name in ("node", "rank", "tp", "dp", "pp"):
+    optional = {"cp": places.cp, "etp": places.etp if places.ep > 1 else 1, "ep": places.ep}
+    axes = [axis for axis in ("tp", "cp", "dp", "pp", "etp", "ep") if optional.get(axis, 2) > 1]
+    for name in ("node", "rank", *axes):
         table.add_column(name, justify="right")
     each_rank = places.world_size <= MOST_RANK_ROWS
     shown_nodes = list(range(nodes))
@@ -132,23 +175,16 @@ def _rank_map(planned: Plan) -> Table:
         shown_nodes = [*range(MOST_NODE_ROWS - 2), nodes - 1]
     for node in shown_nodes:
         if nodes > MOST_NODE_ROWS and node == nodes - 1:
-            table.add_row(*["…"] * 5)
+            table.add_row(*["…"] * (2 + len(axes)))
         ranks = range(node * per_node, (node + 1) * per_node)
         for row in [range(rank, rank + 1) for rank in ranks] if each_rank else [ranks]:
             inside = [places.coordinates(rank) for rank in row]
             table.add_row(
                 str(node) if row[0] == ranks[0] else "",
                 _span(row),
-                *(_span(sorted({axis(place) for place in inside})) for axis in _AXES),
+                *(_span(sorted({getattr(place, axis) for place in inside})) for axis in axes),
             )
     return table
-
-
-_AXES: tuple[Callable[[Coordinates], int], ...] = (
-    lambda place: place.tp,
-    lambda place: place.dp,
-    lambda place: place.pp,
-)
 
 
 def _span(numbers: range | list[int]) -> str:

@@ -30,7 +30,7 @@ RANGES = (
             "run": "seed",
             "model": "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
             "vocab_size make_vocab_size_divisible_by max_position_embeddings rotary_base recompute_num_layers",
-            "parallel": "tp pp",
+            "parallel": "tp pp vpp cp ep etp num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage",
             "precision": "fp8_amax_history_len loss_scale_window hysteresis",
             "data": "seq_length micro_batch_size global_batch_size vocab_size",
             "optimizer": "muon_num_ns_steps",

@@ -106,6 +106,10 @@ def _layout(layout: Mapping[str, Any]) -> str:
     axes = " x ".join(f"{axis.upper()}{layout[axis]}" for axis in ("tp", "cp", "dp", "pp") if layout.get(axis, 1) > 1)
     ranks = layout["world_size"]
     head = f"{ranks} ranks = {axes}{', sequence parallel' if layout.get('sp') else ''}" if axes else f"{ranks} rank"
+    if layout.get("vpp", 1) > 1:
+        head += f", {layout['vpp']} chunks of the model on each stage"
+    if layout.get("ep", 1) > 1:
+        head += f", experts over EP{layout['ep']} x ETP{layout['etp']}"
     places: dict[tuple[int, int, int], list[str]] = {}
     wheres: dict[tuple[int, int, int], list[str]] = {}
     for rank, _tp, cp, dp, pp, host, device in layout.get("rank_map", []):

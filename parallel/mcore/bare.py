@@ -19,7 +19,8 @@ from shardwright.conf.schema import Config
 from shardwright.data.loader import Batch
 from shardwright.parallel.layout import Layout
 from shardwright.parallel.mcore import optimizers
-from shardwright.parallel.mcore.model import build_gpt, loss_arguments, wrap_data_parallel
+from shardwright.parallel.mcore.context import own_pieces
+from shardwright.parallel.mcore.model import build_chunks, loss_arguments
 from shardwright.parallel.mcore.translate import megatron_configs
 
 
@@ -39,26 +40,29 @@ def bare_step(
     """
     configs = megatron_configs(config, layout, device)
     transformer = configs.transformer
-    gpt = build_gpt(config, padded_vocab_size, configs, layout, groups, device, rank)
-    model = wrap_data_parallel(gpt, configs, groups)
-    optimizer, _ = optimizers.build(config, configs.optimizer, model)
+    chunks = build_chunks(config, padded_vocab_size, configs, layout, groups, device, rank)
+    optimizer, _ = optimizers.build(config, configs.optimizer, chunks)
     for group in optimizer.param_groups:  # megatron-core leaves that to its scheduler: without one, norms decay too
         group["lr"] = config.optimizer.lr * group["lr_mult"]
         group["weight_decay"] = config.optimizer.weight_decay * group["wd_mult"]
     transformer.grad_scale_func = optimizer.scale_loss
     transformer.finalize_model_grads_func = partial(finalize_model_grads, pg_collection=groups)
     if config.parallel.overlap_grad_reduce:
-        transformer.no_sync_func, transformer.grad_sync_func = model.no_sync, model.start_grad_sync
+        no_sync, grad_sync = [chunk.no_sync for chunk in chunks], [chunk.start_grad_sync for chunk in chunks]
+        transformer.no_sync_func = no_sync if layout.vpp > 1 else no_sync[0]
+        transformer.grad_sync_func = grad_sync if layout.vpp > 1 else grad_sync[0]
     forward_backward = get_forward_backward_func()
     forward = partial(_forward, loss_arguments(config, layout))
 
     def step(microbatches: list[Batch]) -> torch.Tensor:
-        model.zero_grad_buffer()
+        own = [own_pieces(batch, layout.cp, groups.cp.rank()) for batch in microbatches]
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
         optimizer.zero_grad()
         reports = forward_backward(
             forward_step_func=forward,
-            data_iterator=iter(microbatches),
-            model=[model],
+            data_iterator=[iter(own) for _ in chunks],
+            model=chunks,
             num_microbatches=len(microbatches),
             seq_length=config.data.seq_length,
             micro_batch_size=config.data.micro_batch_size,

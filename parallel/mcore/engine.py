@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch.profiler import record_function
 
@@ -25,9 +25,10 @@ from shardwright.conf.schema import Config
 from shardwright.data.loader import Batch
 from shardwright.parallel.layout import Layout
 from shardwright.parallel.mcore import fp8_state, optimizers, wgrad_fusion
+from shardwright.parallel.mcore.context import own_pieces
 from shardwright.parallel.mcore.graphs import Graphs
 from shardwright.parallel.mcore.groups import Groups
-from shardwright.parallel.mcore.model import build_gpt, loss_arguments, wrap_data_parallel
+from shardwright.parallel.mcore.model import build_chunks, loss_arguments
 from shardwright.parallel.mcore.translate import megatron_configs
 
 FORWARD_AND_BACKWARD, UPDATE = "forward and backward", "update"
@@ -86,14 +87,13 @@ class Engine:
         self.is_last_stage = layout.coordinates(rank).pp == layout.pp - 1
         configs = megatron_configs(config, layout, device)
         self.transformer_config = configs.transformer
-        gpt = build_gpt(config, padded_vocab_size, configs, layout, self.groups, device, rank)
-        self.model = wrap_data_parallel(gpt, configs, self.groups)
+        self.chunks = build_chunks(config, padded_vocab_size, configs, layout, self.groups, device, rank)
         if device.type == "cuda":
             fp8_state.install()
         self.optimizer_config = configs.optimizer
-        self.optimizer, self.parameter_groups = optimizers.build(config, configs.optimizer, self.model)
+        self.optimizer, self.parameter_groups = optimizers.build(config, configs.optimizer, self.chunks)
         self._refuse_non_finite_norms()
-        self._graphs = Graphs(config, [self.model], self.optimizer, self.groups, layout.dp)
+        self._graphs = Graphs(config, self.chunks, self.optimizer, self.groups, layout.dp)
         self._forward_backward = self._graphs.wrap(get_forward_backward_func())
         self._loss = loss_arguments(config, layout)
         transformer = configs.transformer
@@ -101,9 +101,18 @@ class Engine:
         transformer.grad_scale_func = self._scale_loss
         transformer.finalize_model_grads_func = self._finalize_gradients
         if config.parallel.overlap_grad_reduce:
-            transformer.no_sync_func = self.model.no_sync
+            # with several chunks lists, of which megatron-core takes each chunk's own
+            no_sync = [chunk.no_sync for chunk in self.chunks]
+            grad_sync = [chunk.start_grad_sync for chunk in self.chunks]
+            transformer.no_sync_func = no_sync if layout.vpp > 1 else no_sync[0]
             if layout.pp > 1:
-                transformer.grad_sync_func = self.model.start_grad_sync
+                transformer.grad_sync_func = grad_sync if layout.vpp > 1 else grad_sync[0]
+
+    @property
+    def model(self) -> DistributedDataParallel:
+        """The one chunk of a rank without interleaved stages."""
+        (chunk,) = self.chunks
+        return chunk
 
     def train_step(self, microbatches: list[Batch], lr: float, weight_decay: float) -> StepResult:
         """Forward, backward, reduce, clip, update.
@@ -118,8 +127,10 @@ class Engine:
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group["lr_mult"]
             group["weight_decay"] = weight_decay * group["wd_mult"]
+        microbatches = self._own_pieces(microbatches)
         self._graphs.before_step()
-        self.model.zero_grad_buffer()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         loss_scale = self.optimizer.get_loss_scale() if self.transformer_config.fp16 else None
         with record_function(FORWARD_AND_BACKWARD):
@@ -143,8 +154,15 @@ class Engine:
             non_finite_ranks=None if finite else self._ranks_with_non_finite(own),
         )
 
+    def _own_pieces(self, microbatches: list[Batch]) -> list[Batch]:
+        """What this context-parallel rank holds of its data-parallel rank's sequences."""
+        return [own_pieces(batch, self.layout.cp, self.groups.cp.rank()) for batch in microbatches]
+
     def _count_tokens(self, microbatches: list[Batch]) -> None:
         """Know 1 / (unmasked tokens of the global batch) on the device before the first backward pass.
+
+        Args:
+            microbatches: what this rank holds.
 
         Collective: all-reduce(SUM) over dp-cp, of one number; the host does not wait.
         """
@@ -184,22 +202,25 @@ class Engine:
     def evaluate(self, batches: Iterator[list[Batch]]) -> tuple[float, int]:
         """Mean loss over the unmasked tokens of `batches`, and their number; weights and RNG stay as they were."""
         hooked = self.config.parallel.overlap_param_gather
-        if hooked:
-            self.model.disable_forward_pre_hook()
-        self.model.eval()
+        for chunk in self.chunks:
+            if hooked:
+                chunk.disable_forward_pre_hook()
+            chunk.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         for microbatches in batches:
-            total += self._run(microbatches, forward_only=True)
-        self.model.train()
-        if hooked:
-            self.model.enable_forward_pre_hook()
+            total += self._run(self._own_pieces(microbatches), forward_only=True)
+        for chunk in self.chunks:
+            chunk.train()
+            if hooked:
+                chunk.enable_forward_pre_hook()
         loss_sum, num_tokens = self._reduce(total).tolist()
         return loss_sum / max(num_tokens, 1), int(num_tokens)
 
     def gather_parameters(self) -> None:
         """Finish the parameter gather that overlaps with the next forward, so that weights can be read now."""
         if self.config.parallel.overlap_param_gather:
-            self.model.start_param_sync(force_sync=True)
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
 
     def kernels(self) -> dict[str, str]:
         """Which implementations are in use, for people."""
@@ -224,8 +245,9 @@ class Engine:
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank holds for good: weights, gradient buffers, optimizer state and main weights."""
-        buffers = [*self.model.buffers, *self.model.expert_parallel_buffers]
-        weights = {p.data_ptr(): p.numel() * p.element_size() for p in self.model.parameters()}
+        buffers = [part for chunk in self.chunks for part in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        parameters = [parameter for chunk in self.chunks for parameter in chunk.parameters()]
+        weights = {p.data_ptr(): p.numel() * p.element_size() for p in parameters}
         return {
             "weights_bytes": sum(weights.values()),
             "gradients_bytes": sum(b.grad_data.numel() * b.grad_data.element_size() for b in buffers),
@@ -233,11 +255,15 @@ class Engine:
         }
 
     def _run(self, microbatches: list[Batch], *, forward_only: bool) -> torch.Tensor:
-        """One pass of the pipeline schedule; this stage's sums [loss, tokens] in float64, zeros before the last."""
+        """One pass of the pipeline schedule; this stage's sums [loss, tokens] in float64, zeros before the last.
+
+        Args:
+            microbatches: what this rank holds.
+        """
         reports = self._forward_backward(
             forward_step_func=self._forward,
-            data_iterator=iter(microbatches),
-            model=[self.model],
+            data_iterator=[iter(microbatches) for _ in self.chunks],
+            model=self.chunks,
             num_microbatches=len(microbatches),
             seq_length=self.config.data.seq_length,
             micro_batch_size=self.config.data.micro_batch_size,

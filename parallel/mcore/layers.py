@@ -1,7 +1,8 @@
 """Layer specs: Transformer Engine's layers on CUDA, megatron-core's local ones on the CPU; chosen by the device.
 
-megatron-core's local spec lacks one thing that tensor parallelism needs: its norm (`WrappedTorchNorm`) refuses sequence
-parallelism. `local_norm` is torch's norm with the mark by which `finalize_model_grads` sums the gradients over TP.
+megatron-core's local spec lacks two things: its norm (`WrappedTorchNorm`) refuses sequence parallelism, its attention
+context parallelism. `local_norm` is torch's norm with the mark by which `finalize_model_grads` sums the gradients over
+TP; the attention is `context.ContextAttention`.
 """
 
 from typing import Any
@@ -11,6 +12,8 @@ from megatron.core.models import backends
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from shardwright.parallel.mcore.context import ContextAttention
 
 
 def local_norm(config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:
@@ -29,16 +32,22 @@ class LocalSpecs(backends.LocalSpecProvider):  # type: ignore[misc]
         """Builder of a norm."""
         return local_norm
 
+    def core_attention(self) -> type:
+        """Class of the attention between projections."""
+        return ContextAttention
 
-def decoder_block_spec(config: TransformerConfig, device: torch.device) -> TransformerBlockSubmodules:
-    """Spec of the decoder block for this device."""
+
+def decoder_block_spec(
+    config: TransformerConfig, device: torch.device, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """Spec of the decoder block for this device; of one model chunk where a pipeline rank has several."""
     if device.type == "cuda":
         return gpt_layer_specs.get_gpt_decoder_block_spec(
-            config, use_transformer_engine=True, normalization=config.normalization
+            config, use_transformer_engine=True, normalization=config.normalization, vp_stage=vp_stage
         )
     # get_gpt_layer_local_submodules() finds both by their module-global names (gpt_layer_specs.py:359, 0.19.2)
     gpt_layer_specs.LocalSpecProvider = LocalSpecs
     gpt_layer_specs.LNImpl = local_norm
     return gpt_layer_specs.get_gpt_decoder_block_spec(
-        config, use_transformer_engine=False, normalization=config.normalization
+        config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
     )

@@ -13,7 +13,7 @@ import difflib
 import fnmatch
 import importlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -87,7 +87,7 @@ def _kernel(kernel: OptimizerKernel) -> tuple[type, type, type]:
 
 
 def param_layout(
-    gpt: GPTModel, config: OptimizerConfig, ddp_config: Any, groups: ProcessGroupCollection
+    gpt: GPTModel, config: OptimizerConfig, ddp_config: Any, groups: ProcessGroupCollection, *, is_first: bool
 ) -> FullParamLayout | None:
     """Where the parameters lie in the gradient buffers; None leaves it to megatron-core.
 
@@ -97,7 +97,9 @@ def param_layout(
     if not config.use_layer_wise_distributed_optimizer:
         return None
     tag_params_for_buffer_routing([gpt])
-    bucketed = ddp_config.overlap_grad_reduce and groups.pp.rank() == 0  # as DistributedDataParallel decides
+    bucketed = (
+        ddp_config.overlap_grad_reduce and is_first and groups.pp.rank() == 0
+    )  # as DistributedDataParallel decides
     return LayerWiseDistributedOptimizer.compute_full_param_layout(
         [parameter for parameter in gpt.parameters() if parameter.requires_grad],
         max(40_000_000, 1_000_000 * groups.dp_cp.size()) if bucketed else None,
@@ -108,7 +110,7 @@ def param_layout(
 
 
 def build(
-    config: Config, optimizer_config: OptimizerConfig, model: DistributedDataParallel
+    config: Config, optimizer_config: OptimizerConfig, chunks: list[DistributedDataParallel]
 ) -> tuple[MegatronOptimizer, list[dict[str, Any]]]:
     """Build the optimizer of this rank, with all of its state.
 
@@ -124,23 +126,23 @@ def build(
     use_kernel(config.optimizer.kernel)
     torch_adam.mend()
     torch_sgd.allow()
-    names = parameter_names(model.module)
+    names = {parameter: name for chunk in chunks for name, parameter in named_parameters(chunk.module).items()}
     if config.optimizer.overrides:
         refuse(_without_match(config.optimizer.overrides, list(names.values())))
-    overrides = _config_overrides(optimizer_config, config.optimizer.overrides, model, names)
-    optimizer = get_megatron_optimizer(optimizer_config, [model], overrides)
+    overrides = _config_overrides(optimizer_config, config.optimizer.overrides, names)
+    optimizer = get_megatron_optimizer(optimizer_config, chunks, overrides)
     create_state(optimizer)
-    return optimizer, _described(config, model, names, overrides)
+    return optimizer, _described(config, names, overrides)
 
 
-def parameter_names(gpt: GPTModel) -> dict[str, str]:
-    """Name on this rank -> name in the whole model, of every parameter."""
-    names = {}
-    for name, _ in gpt.named_parameters():
+def named_parameters(gpt: GPTModel) -> dict[str, torch.nn.Parameter]:
+    """Every parameter of a chunk by its name in the whole model."""
+    named = {}
+    for name, parameter in gpt.named_parameters():
         found = re.match(r"decoder\.layers\.(\d+)\.", name)
         number = gpt.decoder.layers[int(found[1])].layer_number - 1 if found else 0
-        names[name] = f"decoder.layers.{number}.{name[found.end() :]}" if found else name
-    return names
+        named[f"decoder.layers.{number}.{name[found.end() :]}" if found else name] = parameter
+    return named
 
 
 def parts(optimizer: Any) -> list[Any]:
@@ -253,8 +255,7 @@ def _matching(overrides: Sequence[ParamOverride], name: str) -> list[ParamOverri
 def _config_overrides(
     optimizer_config: OptimizerConfig,
     overrides: Sequence[ParamOverride],
-    model: DistributedDataParallel,
-    names: dict[str, str],
+    names: Mapping[torch.nn.Parameter, str],
 ) -> dict[ParamKey, Any]:
     """The overrides in megatron-core's form, one for every set of values that a parameter of this rank has.
 
@@ -262,16 +263,15 @@ def _config_overrides(
     groups of all ranks the same by itself.
     """
     standard = get_standard_config_overrides(optimizer_config)
-    by_values: dict[tuple[tuple[str, float], ...], set[str]] = {}
-    for name, parameter in model.module.named_parameters():
-        merged = _merged(overrides, standard, parameter, names[name])
-        by_values.setdefault(tuple(sorted(merged.items())), set()).add(name)
+    by_values: dict[tuple[tuple[str, float], ...], set[torch.nn.Parameter]] = {}
+    for parameter, name in names.items():
+        merged = _merged(overrides, standard, parameter, name)
+        by_values.setdefault(tuple(sorted(merged.items())), set()).add(parameter)
 
-    def key_of(label: str, own: set[str]) -> ParamKey:
+    def key_of(label: str, own: set[torch.nn.Parameter]) -> ParamKey:
+        # by the parameter itself: its name on this rank is another chunk's too
         return ParamKey(
-            with_name_predicate=ParamWithNamePredicate(
-                name=label, fn=lambda parameter, name: name.removeprefix("module.") in own
-            )
+            with_name_predicate=ParamWithNamePredicate(name=label, fn=lambda parameter, name: parameter in own)
         )
 
     return {key_of(str(values), own): dict(values) for values, own in by_values.items() if values}
@@ -300,13 +300,12 @@ def _without_match(overrides: Sequence[ParamOverride], names: Sequence[str]) -> 
 
 def _described(
     config: Config,
-    model: DistributedDataParallel,
-    names: dict[str, str],
+    names: Mapping[torch.nn.Parameter, str],
     overrides: dict[ParamKey, Any],
 ) -> list[dict[str, Any]]:
     """Rows of the parameter groups, the same on all ranks but for their counts. Collective: all-gather."""
     counts: dict[tuple[Any, ...], int] = {}
-    for name, parameter in model.module.named_parameters():
+    for parameter, name in names.items():
         merged: dict[str, Any] = {}
         for key, values in overrides.items():  # with what get_megatron_optimizer added: Muon's share for Adam
             if key.matches(parameter, name):
@@ -315,7 +314,7 @@ def _described(
         group = "norms and biases" if parameter.dim() < 2 else "matrices"
         if kind != config.optimizer.optimizer.value and parameter.dim() == 2:
             group = "embeddings"
-        special = [override.match for override in _matching(config.optimizer.overrides, names[name])]
+        special = [override.match for override in _matching(config.optimizer.overrides, name)]
         row = (", ".join(special) or group, kind, merged.get("wd_mult", 1.0), merged.get("lr_mult", 1.0))
         counts[row] = counts.get(row, 0) + parameter.numel()
     everywhere: list[Any] = [None] * dist.get_world_size()

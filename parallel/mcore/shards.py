@@ -59,23 +59,32 @@ def load(engine: Engine, folder: Path, *, with_rng: bool) -> None:
         engine.config, engine.optimizer, load_common_state_dict(str(folder)).get("optimizer", {})
     )
     wanted = _sharded_state(engine, is_loading=True, with_rng=with_rng)
-    without = _leave_out_missing_fp8_state(wanted["model"], folder)
+    names = _chunk_names(engine)
+    without = {name: _leave_out_missing_fp8_state(wanted[name], folder) for name in names}
     state = dist_checkpointing.load(wanted, str(folder))
-    missing, unexpected = engine.model.module.load_state_dict(state["model"], strict=False)
-    if unexpected or set(missing) - without:
-        raise RuntimeError(f"{folder} does not fit the model: missing {missing}, unexpected {unexpected}")
+    for name, chunk in zip(names, engine.chunks, strict=True):
+        missing, unexpected = chunk.module.load_state_dict(state[name], strict=False)
+        if unexpected or set(missing) - without[name]:
+            raise RuntimeError(f"{folder} does not fit the model: missing {missing}, unexpected {unexpected}")
     optimizers.load_state(engine.optimizer, state["optimizer"])
     if with_rng:
         set_rng_state(state["rng"])
 
 
 def _sharded_state(engine: Engine, *, is_loading: bool, with_rng: bool) -> dict[str, Any]:
-    model = engine.model.module.sharded_state_dict(metadata=dict(_METADATA))
-    optimizer = engine.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=dict(_METADATA))
-    state = {"model": model, "optimizer": optimizer}
+    state: dict[str, Any] = {
+        name: chunk.module.sharded_state_dict(metadata=dict(_METADATA))
+        for name, chunk in zip(_chunk_names(engine), engine.chunks, strict=True)
+    }
+    state["optimizer"] = engine.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=dict(_METADATA))
     if with_rng:
         state["rng"] = ShardedObject("rng", get_rng_state(), (dist.get_world_size(),), (dist.get_rank(),))
     return state
+
+
+def _chunk_names(engine: Engine) -> list[str]:
+    """Where the chunks stand in the state that is saved; tensors have names of their own, the same in all layouts."""
+    return ["model"] if len(engine.chunks) == 1 else [f"model{number}" for number in range(len(engine.chunks))]
 
 
 def _leave_out_missing_fp8_state(model: dict[str, Any], folder: Path) -> set[str]:

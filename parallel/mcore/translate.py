@@ -14,11 +14,14 @@ from megatron.core.transformer.enums import AttnBackend
 from shardwright.conf.choices import Activation, CrossEntropy, CudaGraph, DType, OptimizerKind, StateDType
 from shardwright.conf.schema import Config
 from shardwright.parallel.layout import Layout
+from shardwright.parallel.stages import Split
 
 DTYPES: dict[Enum, torch.dtype] = {
     kind: {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[kind.value]
     for kind in [*DType, *StateDType]
 }
+LAYERS = {"E": "embedding", "t": "decoder", "m": "mtp", "L": "loss"}
+"""A letter of `parallel.stages` -> megatron-core's name of what it stands for."""
 ACTIVATIONS = {Activation.silu: F.silu, Activation.gelu: F.gelu}
 
 
@@ -71,7 +74,10 @@ def _transformer(config: Config, layout: Layout, device: torch.device) -> Transf
         init_method_std=model.init_method_std,
         tensor_model_parallel_size=layout.tp,
         sequence_parallel=config.parallel.sp,
-        pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        **_pipeline(config, layout),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -117,6 +123,24 @@ def _execution(config: Config, *, on_gpu: bool) -> dict[str, Any]:
         "cuda_graph_modules": [],  # of a recorded layer everything
         "use_te_rng_tracker": execution.cuda_graph_impl is not CudaGraph.none,
         "deterministic_mode": execution.deterministic_mode,
+    }
+
+
+def _pipeline(config: Config, layout: Layout) -> dict[str, Any]:
+    """Stages and chunks. Every uneven split is written out: `parallel.stages` says why."""
+    split = Split.of(config)
+    written: list[list[str]] | None = None
+    if split.is_uneven:
+        stages = split.stages()
+        written = [[LAYERS[letter] for letter in chunk.letters] for row in zip(*stages, strict=True) for chunk in row]
+    interleaved = layout.vpp > 1
+    return {
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if interleaved else None,
+        "pipeline_model_parallel_layout": written,
+        # with batched communication interleaved stages have wrong gradients over gloo
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
     }
 
 

@@ -25,11 +25,41 @@ LAYOUTS = {
     "tensor and sequence parallel": (2, ["parallel.tp=2", "parallel.sp=true"]),
     "pipeline parallel": (2, ["parallel.pp=2"]),
     "tensor, sequence and pipeline parallel": (4, ["parallel.tp=2", "parallel.sp=true", "parallel.pp=2"]),
+    "interleaved stages": (2, ["parallel.pp=2", "parallel.vpp=2"]),
+    "interleaved stages without overlap": (
+        2,
+        [
+            "parallel.pp=2",
+            "parallel.vpp=2",
+            "parallel.overlap_grad_reduce=false",
+            "parallel.overlap_param_gather=false",
+        ],
+    ),
+    "interleaved stages, the embedding and the loss alone": (
+        2,
+        ["parallel.pp=2", "parallel.vpp=2", "parallel.pipeline_layout=E|tt|tt|L"],
+    ),
+    "a short first stage": (2, ["parallel.pp=2", "parallel.num_layers_in_first_pipeline_stage=1"]),
+    "a last stage of the loss alone": (2, ["parallel.pp=2", "parallel.pipeline_layout=Et*4|L"]),
+    "stages that count the embedding and the loss": (
+        3,
+        [
+            "parallel.pp=3",
+            "parallel.account_for_embedding_in_pipeline_split=true",
+            "parallel.account_for_loss_in_pipeline_split=true",
+        ],
+    ),
+    "context parallel": (2, ["parallel.cp=2"]),
+    "context, tensor and sequence parallel": (4, ["parallel.cp=2", "parallel.tp=2", "parallel.sp=true"]),
+    "context parallel and interleaved stages": (4, ["parallel.cp=2", "parallel.pp=2", "parallel.vpp=2"]),
+    "data parallel and interleaved stages": (4, ["parallel.pp=2", "parallel.vpp=2"]),
 }
+DEEP = ["model.num_layers=4"]
+"""Enough layers for two stages of two chunks."""
 
 
 def start_from_scratch(rank: int, world: int, store: str, folder: Path) -> None:
-    engine = engines.engine_of(engines.config_of([], world), rank, store)
+    engine = engines.engine_of(engines.config_of(DEEP, world), rank, store)
     engines.save(engine, folder)
 
 
@@ -37,7 +67,7 @@ def train_from(
     rank: int, world: int, store: str, overrides: list[str], start: Path, results: Path
 ) -> tuple[list[tuple[float, float | None]], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Losses and norms, and all tensors after the first and after the last step."""
-    engine = engines.engine_of(engines.config_of(overrides, world), rank, store)
+    engine = engines.engine_of(engines.config_of([*DEEP, *overrides], world), rank, store)
     shards.load(engine, start, with_rng=False)
     curve = engines.train(engine, 1)
     engines.save(engine, results / "first")

@@ -35,6 +35,7 @@ SPLITS = {
     "four micro-batches": (1, ["data.micro_batch_size=1"]),
     "two ranks": (2, ["data.micro_batch_size=1"]),
     "two ranks, one micro-batch each": (2, ["data.micro_batch_size=2"]),
+    "two ranks with parts of every sequence": (2, ["data.micro_batch_size=2", "parallel.cp=2"]),
 }
 
 
@@ -49,6 +50,13 @@ def test_loss_and_gradient_do_not_depend_on_the_split_of_the_batch(losses, name:
     expected = torch.tensor(losses["one micro-batch"][0])
     for result in losses[name]:
         torch.testing.assert_close(torch.tensor(result), expected, rtol=RELATIVE, atol=0)
+
+
+def test_interleaved_stages_evaluate_what_they_train_on(run_ranks: RunRanks, tmp_path: Path) -> None:
+    chunks = ["parallel.pp=2", "parallel.vpp=2", "parallel.pipeline_layout=E|t|t|L"]
+    (loss, num_tokens, _), other = run_ranks(one_step, 2, chunks, tmp_path)
+    assert num_tokens == sum(UNMASKED) and math.isfinite(loss)
+    assert other[0] == loss
 
 
 def test_only_unmasked_tokens_count(losses) -> None:

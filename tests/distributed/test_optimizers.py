@@ -36,6 +36,8 @@ LAYOUTS = {
     "TP2 with SP": ["parallel.tp=2", "parallel.sp=true"],
     "PP2": ["parallel.pp=2"],
 }
+CHUNKS = ["model.num_layers=4", "parallel.pp=2", "parallel.vpp=2"]
+"""Two model chunks on each rank, with layers of the same local names."""
 
 
 def save_in_the_middle(rank: int, world: int, store: str, overrides: list[str], folder: Path) -> Curve:
@@ -114,18 +116,14 @@ def what_moves(
     rank: int, world: int, store: str, overrides: list[str]
 ) -> tuple[set[str], list[dict[str, Any]], set[tuple[float, float]]]:
     """Parameters that one step moves, by their name in the whole model; the groups as told and as they are."""
-    from shardwright.parallel.mcore.optimizers import parameter_names
+    from shardwright.parallel.mcore.optimizers import named_parameters
 
     engine = engines.engine_of(engines.config_of(overrides, world), rank, store)
-    before = {name: parameter.clone() for name, parameter in engine.model.module.named_parameters()}
+    parameters = {name: own for chunk in engine.chunks for name, own in named_parameters(chunk.module).items()}
+    before = {name: parameter.clone() for name, parameter in parameters.items()}
     engines.train(engine, 1)
     engine.gather_parameters()
-    names = parameter_names(engine.model.module)
-    moved = {
-        names[name]
-        for name, parameter in engine.model.module.named_parameters()
-        if not torch.equal(parameter, before[name])
-    }
+    moved = {name for name, parameter in parameters.items() if not torch.equal(parameter, before[name])}
     real = {(group["lr_mult"], group["wd_mult"]) for group in engine.optimizer.param_groups}
     return moved, engine.parameter_groups, real
 
@@ -133,19 +131,21 @@ def what_moves(
 @pytest.mark.parametrize(
     ("layout", "optimizer"),
     [
-        ("DP2", "adam"),
-        ("TP2 with SP", "adam"),
-        ("PP2", "adam"),
-        ("PP2", "sgd"),
-        pytest.param("PP2", "muon", marks=needs_muon),
-        pytest.param("DP2", "muon", marks=needs_muon),
+        (LAYOUTS["DP2"], "adam"),
+        (LAYOUTS["TP2 with SP"], "adam"),
+        (LAYOUTS["PP2"], "adam"),
+        (LAYOUTS["PP2"], "sgd"),
+        (CHUNKS, "adam"),
+        pytest.param(LAYOUTS["PP2"], "muon", marks=needs_muon),
+        pytest.param(LAYOUTS["DP2"], "muon", marks=needs_muon),
+        pytest.param(CHUNKS, "muon", marks=needs_muon),
     ],
 )
 def test_parameters_are_treated_apart_by_their_name_in_the_whole_model(
-    run_ranks: RunRanks, layout: str, optimizer: str
+    run_ranks: RunRanks, layout: list[str], optimizer: str
 ) -> None:
     chosen = MUON if optimizer == "muon" else [f"optimizer={optimizer}"]
-    results = run_ranks(what_moves, 2, [*chosen, *LAYOUTS[layout], LAYER_1_STANDS_STILL])
+    results = run_ranks(what_moves, 2, [*chosen, *layout, LAYER_1_STANDS_STILL])
     moved = {name for names, *_ in results for name in names}
     assert "decoder.layers.0.mlp.linear_fc1.weight" in moved
     assert not [name for name in moved if name.startswith("decoder.layers.1.")]

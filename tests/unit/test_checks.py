@@ -92,7 +92,11 @@ def test_a_sound_configuration_breaks_no_rule(overrides: list[str]) -> None:
             "parallel.tp",
             "=1",
         ),
-        ("parallel.tp=2 parallel.sp=true cluster.ranks=2 data.seq_length=255", "parallel.tp", "parallel.tp=1 works"),
+        (
+            "parallel.tp=2 parallel.sp=true cluster.ranks=2 data.seq_length=255",
+            "data.seq_length",
+            "data.seq_length=254 or data.seq_length=256 works",
+        ),
         (
             "parallel.tp=2 cluster.ranks=2 model.num_attention_heads=6 model.num_query_groups=3",
             "parallel.tp",

@@ -28,6 +28,7 @@ TORCH_FREE = (
     "conf/**/*.py",
     "data/corpus.py",
     "parallel/layout.py",
+    "parallel/stages.py",
     "slurm/**/*.py",
     "pretrain/__main__.py",
     "pretrain/bench.py",

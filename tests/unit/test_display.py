@@ -184,6 +184,13 @@ def test_unknown_values_are_dashes_and_a_missing_total_is_no_error() -> None:
     assert "step 1/" in picture([row], interactive=True)
 
 
+def test_chunks_and_experts_are_named_where_there_are_any() -> None:
+    layout = {**START["layout"], "pp": 2, "tp": 1, "sp": False, "vpp": 2, "ep": 2, "etp": 1}
+    text = picture([event("start", **{**START, "layout": layout})], interactive=False)
+    assert "4 ranks = DP2 x PP2, 2 chunks of the model on each stage, experts over EP2 x ETP1" in " ".join(text.split())
+    assert "chunks" not in picture([event("start", **START)], interactive=False)
+
+
 def test_a_large_world_is_cut_to_a_screen() -> None:
     rank_map = [[rank, 0, 0, rank, 0, f"n{rank // 8}", f"cuda:{rank % 8}"] for rank in range(1024)]
     layout = {"world_size": 1024, "tp": 1, "cp": 1, "dp": 1024, "pp": 1, "sp": False, "rank_map": rank_map}

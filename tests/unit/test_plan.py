@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from shardwright.conf.compose import compose
 from shardwright.conf.schema import Model
+from shardwright.parallel.stages import Split
 from shardwright.pretrain import plan
 
 
@@ -47,13 +48,23 @@ def test_a_qkv_bias_is_counted_alone() -> None:
 def test_stages_add_up_to_the_model_and_a_tied_embedding_stands_twice(choice: str, pp: int) -> None:
     model = model_of(f"model={choice}")
     copies = pp > 1 and model.share_embeddings_and_output_weights
-    total = sum(stage.total for stage in plan.stage_weights(model, pp))
+    stages = Split(num_layers=model.num_layers, pp=pp).stages()
+    total = sum(stage.total for stage in plan.stage_weights(model, stages))
     assert total == plan.count_parameters(model) + copies * 128256 * model.hidden_size
+
+
+def test_uneven_stages_hold_the_weights_of_their_own_layers() -> None:
+    model = model_of("model=llama3_8b")
+    even, uneven = (Split(num_layers=32, pp=2, first=first).stages() for first in (None, 10))
+    first, last = plan.stage_weights(model, uneven)
+    first_even, last_even = plan.stage_weights(model, even)
+    layer = plan.count_parameters(model) - plan.count_parameters(model_of("model=llama3_8b", "model.num_layers=31"))
+    assert (first_even.total - first.total, last.total - last_even.total) == (6 * layer, 6 * layer)
 
 
 def test_tensor_parallel_ranks_share_matrices_and_repeat_norms() -> None:
     model = model_of()
-    (stage,) = plan.stage_weights(model, 1)
+    (stage,) = plan.stage_weights(model, Split(num_layers=model.num_layers).stages())
     assert stage.whole == (2 * model.num_layers + 1) * model.hidden_size
     assert stage.per_rank(2) == stage.split // 2 + stage.whole
 
@@ -100,5 +111,6 @@ def test_peak_flops_are_known_for_data_centre_gpus_alone(gpu: str, peak: float |
 
 def test_json_names_every_ranks_place() -> None:
     found = plan.as_json(plan.make_plan(compose(["experiment=quickstart", "cluster.ranks=4"])))
-    assert found["layout"]["rank_map"][3] == {"rank": 3, "tp": 1, "cp": 0, "dp": 1, "pp": 0}
+    place = {"rank": 3, "tp": 1, "cp": 0, "dp": 1, "pp": 0, "etp": 1, "ep": 0, "edp": 1}
+    assert found["layout"]["rank_map"][3] == place
     assert (found["layout"]["dp"], found["batch"]["tokens_per_step"], found["precision"]["fp8"]) == (2, 1024, None)
