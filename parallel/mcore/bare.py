@@ -70,7 +70,8 @@ def bare_step(
 
 def _forward(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
     batch = next(batches)
-    return model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"]), partial(_loss, batch)
+    inputs = batch["tokens"], batch["position_ids"], None
+    return model(*inputs, labels=batch["labels"], loss_mask=batch["loss_mask"]), partial(_loss, batch)
 
 
 def _loss(batch: Batch, loss_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:

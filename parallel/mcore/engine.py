@@ -242,8 +242,9 @@ class Engine:
 
     def _forward(self, batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         batch = {name: tensor.to(self.device, non_blocking=True) for name, tensor in next(batches).items()}
-        loss_BS = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-        return loss_BS, partial(_token_loss, batch["loss_mask"])
+        mask_BS = batch["loss_mask"]  # the model reads it for the losses of multi-token prediction alone
+        loss_BS = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], loss_mask=mask_BS)
+        return loss_BS, partial(_token_loss, mask_BS)
 
     def _reduce(self, sums: torch.Tensor) -> torch.Tensor:
         """The whole batch's sums on every rank.

@@ -7,7 +7,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from shardwright.conf.schema import Model
 from shardwright.parallel.layout import Layout
-from shardwright.parallel.mcore.layers import decoder_block_spec
+from shardwright.parallel.mcore.layers import decoder_block_spec, mtp_block_spec
 from shardwright.parallel.mcore.translate import MegatronConfigs
 
 
@@ -42,6 +42,9 @@ def build_gpt(
         share_embeddings_and_output_weights=model.share_embeddings_and_output_weights,
         position_embedding_type=model.position_embedding_type.value,
         rotary_base=model.rotary_base,
+        rope_scaling=model.rope_scaling,
+        rope_scaling_factor=model.rope_scaling_factor or 1.0,
+        mtp_block_spec=mtp_block_spec(configs.transformer, device),
         pg_collection=groups,
     ).to(device)
     # as megatron-core's Float16Module: activations enter and leave in the parameters' format
@@ -51,5 +54,12 @@ def build_gpt(
 def wrap_data_parallel(
     gpt: GPTModel, configs: MegatronConfigs, groups: ProcessGroupCollection
 ) -> DistributedDataParallel:
-    """Give the model its gradient buffers and data-parallel reduction."""
+    """Give the model its gradient buffers and data-parallel reduction.
+
+    Routed experts are marked as such in every layout. megatron-core marks them where the ranks share them out, and then
+    has one optimizer for them and one for all else: a checkpoint of one layout would not fit the other.
+    """
+    for name, parameter in gpt.named_parameters():
+        if ".experts." in name:
+            parameter.allreduce = False
     return DistributedDataParallel(config=configs.transformer, ddp_config=configs.ddp, module=gpt, pg_collection=groups)

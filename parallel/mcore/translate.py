@@ -1,7 +1,9 @@
 """From our configuration to megatron-core's three config objects; the only place that knows both sets of names."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,16 +11,21 @@ import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from shardwright.conf.choices import Activation, DType, StateDType
-from shardwright.conf.schema import Config
+from shardwright.conf.choices import Activation, DType, RopeType, StateDType
+from shardwright.conf.schema import Config, Model
 from shardwright.parallel.layout import Layout
 
 DTYPES: dict[Enum, torch.dtype] = {
     kind: {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[kind.value]
     for kind in [*DType, *StateDType]
 }
-ACTIVATIONS = {Activation.silu: F.silu, Activation.gelu: F.gelu}
+ACTIVATIONS = {
+    Activation.silu: F.silu,
+    Activation.gelu: F.gelu,
+    Activation.gelu_tanh: partial(F.gelu, approximate="tanh"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +58,9 @@ def _transformer(config: Config, layout: Layout, device: torch.device) -> Transf
             "fp8_amax_history_len": precision.fp8_amax_history_len,
             "fp8_amax_compute_algo": precision.fp8_amax_compute_algo.value,
         }
-    return TransformerConfig(
+    kind, attention = (MLATransformerConfig, _latent(model)) if model.multi_latent_attention else (TransformerConfig, {})
+    activation, fused = _activation(model, on_gpu)
+    return kind(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_hidden_size,
@@ -60,7 +69,7 @@ def _transformer(config: Config, layout: Layout, device: torch.device) -> Transf
         kv_channels=model.kv_channels,
         normalization=model.normalization.value,
         layernorm_epsilon=model.layernorm_epsilon,
-        activation_func=ACTIVATIONS[model.activation_func],
+        activation_func=activation,
         gated_linear_unit=model.gated_linear_unit,
         add_bias_linear=model.add_bias_linear,
         add_qkv_bias=model.add_qkv_bias,
@@ -71,6 +80,8 @@ def _transformer(config: Config, layout: Layout, device: torch.device) -> Transf
         tensor_model_parallel_size=layout.tp,
         sequence_parallel=config.parallel.sp,
         pipeline_model_parallel_size=layout.pp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -78,11 +89,15 @@ def _transformer(config: Config, layout: Layout, device: torch.device) -> Transf
         # the loss is a sum over tokens, divided once by the tokens of the whole global batch
         calculate_per_token_loss=True,
         use_cpu_initialization=not on_gpu,
+        transformer_impl="transformer_engine" if on_gpu else "local",
+        mtp_num_layers=model.mtp_num_layers,
+        **({} if model.mtp_num_layers is None else {"mtp_loss_scaling_factor": model.mtp_loss_scaling_factor}),
         # fused kernels
-        bias_activation_fusion=on_gpu,
+        bias_activation_fusion=fused,
         bias_dropout_fusion=on_gpu,
         masked_softmax_fusion=False,  # megatron-core's own kernel; Transformer Engine's attention has its own
-        apply_rope_fusion=on_gpu,
+        # megatron-core's fused kernel for latent attention knows YaRN alone
+        apply_rope_fusion=on_gpu and model.rope_type is not RopeType.rope,
         persist_layer_norm=on_gpu,
         gradient_accumulation_fusion=False,
         cross_entropy_loss_fusion=on_gpu,
@@ -91,8 +106,73 @@ def _transformer(config: Config, layout: Layout, device: torch.device) -> Transf
         recompute_method=None if model.recompute_method is None else model.recompute_method.value,
         recompute_num_layers=model.recompute_num_layers,
         recompute_modules=list(model.recompute_modules),
+        **attention,
+        **_experts(model, on_gpu),
         **narrow,
     )
+
+
+def _activation(model: Model, on_gpu: bool) -> tuple[Callable[[torch.Tensor], torch.Tensor], bool]:
+    """The activation function, and whether megatron-core fuses it with the bias.
+
+    Its fused kernels are SwiGLU and the tanh form of GELU, which they run under the name `F.gelu` (fused_bias_gelu.py,
+    fused_bias_geglu.py); experts fuse SwiGLU alone (experts.py).
+    """
+    if not on_gpu:
+        return ACTIVATIONS[model.activation_func], False
+    if model.activation_func is Activation.gelu_tanh and model.num_moe_experts is None:
+        if model.gated_linear_unit or model.add_bias_linear:
+            return F.gelu, True
+    return ACTIVATIONS[model.activation_func], model.activation_func is Activation.silu and model.gated_linear_unit
+
+
+def _experts(model: Model, on_gpu: bool) -> dict[str, Any]:
+    """Settings of MoE layers; none for a dense model."""
+    if model.num_moe_experts is None:
+        return {}
+    dtype = model.moe_router_dtype
+    return {
+        "num_moe_experts": model.num_moe_experts,
+        "moe_layer_freq": [int(has_experts) for has_experts in model.moe_layers],
+        "moe_ffn_hidden_size": model.moe_ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
+        "moe_router_topk": model.moe_router_topk,
+        "moe_router_score_function": model.moe_router_score_function.value,
+        "moe_router_pre_softmax": model.moe_router_pre_softmax,
+        "moe_router_num_groups": model.moe_router_num_groups,
+        "moe_router_group_topk": model.moe_router_group_topk,
+        "moe_router_topk_scaling_factor": model.moe_router_topk_scaling_factor,
+        "moe_router_enable_expert_bias": model.moe_router_enable_expert_bias,
+        "moe_router_bias_update_rate": model.moe_router_bias_update_rate,
+        "moe_router_load_balancing_type": model.moe_router_load_balancing_type.value,
+        "moe_aux_loss_coeff": model.moe_aux_loss_coeff,
+        "moe_z_loss_coeff": model.moe_z_loss_coeff,
+        "moe_router_dtype": None if dtype is None else dtype.value,
+        "moe_token_dispatcher_type": model.moe_token_dispatcher_type.value,
+        "moe_expert_capacity_factor": model.moe_expert_capacity_factor,
+        "moe_pad_expert_input_to_capacity": model.moe_pad_expert_input_to_capacity,
+        "moe_token_drop_policy": model.moe_token_drop_policy.value,
+        "moe_router_padding_for_quantization": model.moe_router_padding_for_quantization,
+        # Transformer Engine's kernels
+        "moe_grouped_gemm": model.moe_grouped_gemm and on_gpu,
+        "moe_permute_fusion": model.moe_permute_fusion and on_gpu,
+        "moe_router_fusion": model.moe_router_fusion and on_gpu,
+    }
+
+
+def _latent(model: Model) -> dict[str, Any]:
+    """Settings of multi-head latent attention."""
+    plain = model.rope_type is not RopeType.yarn
+    widths = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+    yarn = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    return {
+        "multi_latent_attention": True,
+        "rope_type": "rope" if plain else "yarn",
+        "rotary_base": model.rotary_base,
+        # attention divides its logits by a function of this factor, with plain positions too: 1 leaves them alone
+        "rotary_scaling_factor": 1.0 if plain else model.rotary_scaling_factor,
+        **{name: getattr(model, name) for name in (*widths, *(() if plain else yarn))},
+    }
 
 
 def _ddp(config: Config) -> DistributedDataParallelConfig:
