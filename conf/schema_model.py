@@ -104,7 +104,7 @@ class Model:
     moe_router_score_function: ScoreFunction = key()
     """What turns the router's logits into weights of experts."""
     moe_router_pre_softmax: bool = key()
-    """Softmax over all experts and then the top k, whose weights do not add up to 1; false is softmax over the top k."""
+    """Softmax over all experts and then the top k, whose weights do not add up to 1; else softmax over the top k."""
     moe_router_num_groups: int | None = key()
     """Group-limited routing: the experts come in this many groups; null for none."""
     moe_router_group_topk: int | None = key()
@@ -139,7 +139,7 @@ class Model:
     moe_router_fusion: bool = key(resume="free")
     """Fused kernels for choosing experts and for the auxiliary loss; on a GPU alone."""
     moe_router_padding_for_quantization: bool = key(resume="free")
-    """FP8: send an expert a multiple of 16 tokens (of 32 with MXFP8) by choosing more, instead of padding with zeros."""
+    """FP8: fill an expert up to a multiple of 16 tokens (MXFP8: 32) by choosing more, not by padding with zeros."""
 
     # ---- multi-head latent attention ---------------------------------------------------------------------------------
 

@@ -11,13 +11,21 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardwright.conf.choices import DataSource, DType, GpuKind, PositionEmbedding, Recompute, StateDType
+from shardwright.conf.choices import (
+    DataSource,
+    DType,
+    GpuKind,
+    PositionEmbedding,
+    Recompute,
+    StateDType,
+    TokenDispatcher,
+)
 from shardwright.conf.compose import shown
 from shardwright.conf.problems import Problem
 from shardwright.conf.schema import BYTES, Config
 from shardwright.data import documents
 from shardwright.parallel.layout import Layout
-from shardwright.pretrain import checks_fp8, checks_schedule, plan, requirements
+from shardwright.pretrain import checks_fp8, checks_model, checks_schedule, plan, requirements
 from shardwright.pretrain import machine as machines
 from shardwright.pretrain.machine import Machine
 from shardwright.pretrain.ranges import divisors, multiples, nearest, numbers_in_range, rest, value_of
@@ -239,6 +247,7 @@ CONFIG_RULES = (
     checks_fp8.narrow_formats_run_on_bf16,
     checks_fp8.recipe_suits_the_cluster,
     checks_fp8.shapes_are_multiples,
+    *checks_model.RULES,
 )
 
 
@@ -292,6 +301,8 @@ def packages_are_there(config: Config, machine: Machine) -> Iterator[Problem]:
     needed = ["torch", "megatron_core"]
     if machines.device(config, machine) == "cuda":
         needed.append("transformer_engine")  # every layer on a GPU is Transformer Engine's
+    if config.model.moe_token_dispatcher_type is TokenDispatcher.flex:
+        needed.append("deep_ep")
     if (config.data.tokenizer or "").endswith(".model"):
         needed.append("sentencepiece")
     for feature in needed:

@@ -2,22 +2,22 @@
 
 Everything here is integers from the configuration alone: no torch, no GPU, no process group. The numbers are frozen
 objects, so that a config stays what the user wrote.
-
-FLOPs count the matrix products of one forward and one backward pass, the backward being twice the forward. Attention is
-counted causal: token i attends to i others, so half of the full square. Nothing is added for recomputation. Llama 3 8B
-at 8192 tokens: 51.47 GFLOP per token.
 """
 
-import math
 import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardwright.conf.choices import Normalization, PositionEmbedding
 from shardwright.conf.compose import shown
-from shardwright.conf.schema import Config, Model
+from shardwright.conf.schema import Config
+from shardwright.conf.schema_model import Model
 from shardwright.data.batch_size import BatchSizes
 from shardwright.parallel.layout import Layout
+from shardwright.pretrain import model_size
+from shardwright.pretrain.model_size import Weights
+from shardwright.pretrain.model_size import count_parameters as count_parameters
+from shardwright.pretrain.model_size import padded_vocab_size as padded_vocab_size
+from shardwright.pretrain.model_size import qkv_width as qkv_width
 
 _PEAK_FLOPS = {
     "A100": 312e12,
@@ -47,31 +47,6 @@ class BatchPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
-    """Parameters, told apart by what tensor parallelism does with them."""
-
-    split: int = 0
-    """Shared out over the TP ranks: embeddings and the large matrices."""
-    whole: int = 0
-    """Held by every TP rank: norms, learned positions, biases added after a reduction."""
-
-    def __add__(self, other: "Weights") -> "Weights":
-        return Weights(self.split + other.split, self.whole + other.whole)
-
-    def __mul__(self, times: int) -> "Weights":
-        return Weights(self.split * times, self.whole * times)
-
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return self.split + self.whole
-
-    def per_rank(self, tp: int) -> int:
-        """Parameters that one of `tp` ranks holds."""
-        return self.split // tp + self.whole
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     """Everything about a run that follows from its configuration."""
 
@@ -80,9 +55,17 @@ class Plan:
     batch: BatchPlan
     padded_vocab_size: int
     parameters: int
+    """Of the model, without layers of multi-token prediction."""
+    active_parameters: int
+    """Those of them that one token passes."""
+    mtp_parameters: int
+    """Of the layers of multi-token prediction."""
     parameters_per_rank: tuple[int, ...]
     """Of one rank of each pipeline stage, first stage first."""
     flops_per_token: float
+    """Of forward and backward, with multi-token prediction."""
+    mtp_flops_per_token: float
+    """What multi-token prediction adds to that."""
     train_samples: int
     """Samples of the whole run."""
     train_tokens: int
@@ -97,16 +80,21 @@ class Plan:
 def make_plan(config: Config) -> Plan:
     """The plan of a configuration that `checks.config_problems` has passed."""
     model, samples = config.model, BatchSizes.of(config.data).consumed_after(config.schedule.train_iters)
+    whole, mtp_flops = model_size.weights(model), model_size.mtp_flops_per_token(model, config.data.seq_length)
+    places = layout(config)
     return Plan(
         config=config,
-        layout=layout(config),
+        layout=places,
         batch=batch(config),
         padded_vocab_size=padded_vocab_size(model),
-        parameters=count_parameters(model),
+        parameters=whole.total,
+        active_parameters=whole.active(model),
+        mtp_parameters=model_size.multi_token_prediction(model).total,
         parameters_per_rank=tuple(
-            stage.per_rank(config.parallel.tp) for stage in stage_weights(model, config.parallel.pp)
+            stage.per_rank(places.tp, places.ep, places.etp) for stage in stage_weights(model, places.pp)
         ),
-        flops_per_token=flops_per_token(model, config.data.seq_length),
+        flops_per_token=model_size.flops_per_token(model, config.data.seq_length) + mtp_flops,
+        mtp_flops_per_token=mtp_flops,
         train_samples=samples,
         train_tokens=samples * config.data.seq_length,
     )
@@ -134,41 +122,22 @@ def local_ranks(config: Config) -> int:
     return -(-config.world_size // max(config.cluster.nodes, 1))
 
 
-def padded_vocab_size(model: Model) -> int:
-    """Rows of the embedding; of the model alone, so that its shape is the same in every layout."""
-    multiple = model.make_vocab_size_divisible_by
-    return math.ceil(model.vocab_size / multiple) * multiple
-
-
-def count_parameters(model: Model) -> int:
-    """Trained parameters, each counted once (a tied embedding too)."""
-    tail = _norm(model, model.hidden_size) + Weights(split=_output_split(model))
-    return (_embedding(model) + _layer(model) * model.num_layers + tail).total
-
-
 def stage_weights(model: Model, pp: int) -> list[Weights]:
-    """Weights of each pipeline stage; a tied embedding stands on the first and on the last."""
-    stages = [_layer(model) * (model.num_layers // pp)] * pp
-    stages[0] += _embedding(model)
-    alone = pp == 1 and model.share_embeddings_and_output_weights
-    stages[-1] += _norm(model, model.hidden_size)
-    stages[-1] += Weights(split=0 if alone else padded_vocab_size(model) * model.hidden_size)
+    """Weights of each pipeline stage.
+
+    A tied embedding stands on the first and on the last. Layers of multi-token prediction are on the last, with the
+    embedding once more (gpt_model.py:154).
+    """
+    layers = [model_size.layer(model, has_experts) for has_experts in model.moe_layers]
+    each = model.num_layers // pp
+    stages = [sum(layers[stage * each : (stage + 1) * each], Weights()) for stage in range(pp)]
+    stages[0] += model_size.embedding(model)
+    stages[-1] += model_size.norm(model, model.hidden_size) + model_size.multi_token_prediction(model)
+    if pp > 1 or not model.share_embeddings_and_output_weights:
+        stages[-1] += model_size.output(model)
+    if pp > 1 and model.mtp_num_layers is not None:
+        stages[-1] += model_size.embedding(model)
     return stages
-
-
-def qkv_width(model: Model) -> int:
-    """Columns of the projection to queries, keys and values of all heads."""
-    return (model.num_attention_heads + 2 * model.num_query_groups) * model.kv_channels
-
-
-def flops_per_token(model: Model, seq_length: int) -> float:
-    """FLOPs of forward and backward per token of a sequence of `seq_length` tokens, causal."""
-    linear = _attention_matrices(model) + _mlp_matrices(model)
-    # two products (QK^T and its product with V) of 2 * seq_length * channels FLOPs, half of them masked
-    attention = 2 * seq_length * model.num_attention_heads * model.kv_channels
-    output = padded_vocab_size(model) * model.hidden_size
-    forward = model.num_layers * (2 * linear + attention) + 2 * output
-    return 3.0 * forward
 
 
 def peak_flops(gpu: str) -> float | None:
@@ -187,8 +156,11 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "run": {"name": config.run.name, "dir": config.run.dir, "train_iters": config.schedule.train_iters},
         "model": {
             "parameters": plan.parameters,
+            "active_parameters": plan.active_parameters,
+            "mtp_parameters": plan.mtp_parameters,
             "padded_vocab_size": plan.padded_vocab_size,
             "flops_per_token": plan.flops_per_token,
+            "mtp_flops_per_token": plan.mtp_flops_per_token,
         },
         "layout": {
             "world_size": places.world_size,
@@ -219,42 +191,3 @@ def fp8_name(config: Config) -> str | None:
     if precision.fp4 is not None:
         return f"{precision.fp4.name} (NVFP4)"
     return f"{precision.fp8.name}, {precision.fp8_recipe.name} scaling" if precision.fp8 else None
-
-
-def _embedding(model: Model) -> Weights:
-    learned = model.position_embedding_type is PositionEmbedding.learned_absolute
-    return Weights(
-        split=padded_vocab_size(model) * model.hidden_size,
-        whole=model.max_position_embeddings * model.hidden_size if learned else 0,
-    )
-
-
-def _output_split(model: Model) -> int:
-    return 0 if model.share_embeddings_and_output_weights else padded_vocab_size(model) * model.hidden_size
-
-
-def _layer(model: Model) -> Weights:
-    biases = model.add_bias_linear
-    qkv_bias = qkv_width(model) if biases or model.add_qkv_bias else 0
-    matrices = Weights(
-        split=_attention_matrices(model) + _mlp_matrices(model) + qkv_bias + (_fc1_width(model) if biases else 0),
-        whole=2 * model.hidden_size if biases else 0,
-    )
-    qk_norms = _norm(model, model.kv_channels) * (2 if model.qk_layernorm else 0)
-    return matrices + _norm(model, model.hidden_size) * 2 + qk_norms
-
-
-def _norm(model: Model, width: int) -> Weights:
-    return Weights(whole=width * (2 if model.normalization is Normalization.LayerNorm else 1))
-
-
-def _fc1_width(model: Model) -> int:
-    return model.ffn_hidden_size * (2 if model.gated_linear_unit else 1)
-
-
-def _attention_matrices(model: Model) -> int:
-    return model.hidden_size * (qkv_width(model) + model.num_attention_heads * model.kv_channels)
-
-
-def _mlp_matrices(model: Model) -> int:
-    return model.hidden_size * (_fc1_width(model) + model.ffn_hidden_size)

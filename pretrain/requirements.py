@@ -36,6 +36,9 @@ REQUIREMENTS = {
         "2.20",
         "in the checkout: pip install --no-build-isolation -c constraints.txt -e '.[te]'",
     ),
+    "deep_ep": Requirement(
+        "deep_ep", ("deep-ep", "deep_ep"), "1.0", "model.moe_token_dispatcher_type=alltoall needs no DeepEP"
+    ),
     "plotly": Requirement(
         "plotly", ("plotly",), "6", "in the checkout: pip install -c constraints.txt -e '.[telemetry]'"
     ),

@@ -5,7 +5,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from shardwright.conf.schema import Model
+from shardwright.conf.schema_model import Model
 from shardwright.parallel.layout import Layout
 from shardwright.parallel.mcore.layers import decoder_block_spec, mtp_block_spec
 from shardwright.parallel.mcore.translate import MegatronConfigs

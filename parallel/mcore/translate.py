@@ -14,14 +14,15 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from shardwright.conf.choices import Activation, DType, RopeType, StateDType
-from shardwright.conf.schema import Config, Model
+from shardwright.conf.schema import Config
+from shardwright.conf.schema_model import Model
 from shardwright.parallel.layout import Layout
 
 DTYPES: dict[Enum, torch.dtype] = {
     kind: {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[kind.value]
     for kind in [*DType, *StateDType]
 }
-ACTIVATIONS = {
+ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.silu: F.silu,
     Activation.gelu: F.gelu,
     Activation.gelu_tanh: partial(F.gelu, approximate="tanh"),
@@ -58,7 +59,9 @@ def _transformer(config: Config, layout: Layout, device: torch.device) -> Transf
             "fp8_amax_history_len": precision.fp8_amax_history_len,
             "fp8_amax_compute_algo": precision.fp8_amax_compute_algo.value,
         }
-    kind, attention = (MLATransformerConfig, _latent(model)) if model.multi_latent_attention else (TransformerConfig, {})
+    kind, attention = (
+        (MLATransformerConfig, _latent(model)) if model.multi_latent_attention else (TransformerConfig, {})
+    )
     activation, fused = _activation(model, on_gpu)
     return kind(
         num_layers=model.num_layers,
@@ -118,12 +121,11 @@ def _activation(model: Model, on_gpu: bool) -> tuple[Callable[[torch.Tensor], to
     Its fused kernels are SwiGLU and the tanh form of GELU, which they run under the name `F.gelu` (fused_bias_gelu.py,
     fused_bias_geglu.py); experts fuse SwiGLU alone (experts.py).
     """
-    if not on_gpu:
-        return ACTIVATIONS[model.activation_func], False
-    if model.activation_func is Activation.gelu_tanh and model.num_moe_experts is None:
-        if model.gated_linear_unit or model.add_bias_linear:
-            return F.gelu, True
-    return ACTIVATIONS[model.activation_func], model.activation_func is Activation.silu and model.gated_linear_unit
+    kind, gated = model.activation_func, model.gated_linear_unit
+    tanh_is_fused = model.num_moe_experts is None and (gated or model.add_bias_linear)
+    if on_gpu and kind is Activation.gelu_tanh and tanh_is_fused:
+        return F.gelu, True
+    return ACTIVATIONS[kind], on_gpu and kind is Activation.silu and gated
 
 
 def _experts(model: Model, on_gpu: bool) -> dict[str, Any]:

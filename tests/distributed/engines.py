@@ -1,5 +1,6 @@
 """Engines for tests: built in a rank from config overrides, fed with given tokens."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,14 @@ def engine_of(config: Config, rank: int, store: str) -> Engine:
     return Engine(config, layout, world, torch.device("cpu"), rank, plan.padded_vocab_size(config.model))
 
 
-def another_engine(engine: Engine, config: Config, rank: int) -> Engine:
-    """One more engine in the process groups of the first, with the weights that a new process would have."""
-    groups.seed_everything(config.run.seed, engine.layout, rank)
-    world = groups.Groups(engine.groups, engine.control_group)
-    return Engine(config, engine.layout, world, engine.device, rank, plan.padded_vocab_size(config.model))
+def engines_of(configs: list[Config], rank: int, store: str) -> Iterator[Engine]:
+    """An engine for each configuration, in the process groups of the first, with the weights of a new process."""
+    first = engine_of(configs[0], rank, store)
+    yield first
+    world = groups.Groups(first.groups, first.control_group)
+    for config in configs[1:]:
+        groups.seed_everything(config.run.seed, first.layout, rank)
+        yield Engine(config, first.layout, world, first.device, rank, plan.padded_vocab_size(config.model))
 
 
 def random_step(seed: int, vocab_size: int = 500, unmasked: list[int] | None = None) -> Batch:

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from shardwright.conf.schema import Model
+from shardwright.conf.schema_model import Model
 from shardwright.parallel.mcore.hf.deepseek import DEEPSEEK_V3
 from shardwright.parallel.mcore.hf.gpt import GPT
 from shardwright.parallel.mcore.hf.llama import LLAMA
@@ -46,7 +46,7 @@ def values_of(family: str, model: Model) -> dict[str, Any]:
             "layer_norm_epsilon": model.layernorm_epsilon,
             **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
         }
-    values = {
+    values: dict[str, Any] = {
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,
         "intermediate_size": model.ffn_hidden_size,

@@ -82,15 +82,8 @@ def test_latent_attention_has_right_gradients_without_sequence_parallelism(run_r
 
 def first_norms(rank: int, world: int, store: str, *runs: list[str]) -> list[float]:
     """Gradient norm of the first step of each run; all start with the same weights and have the same batch."""
-    norms = []
-    for number, overrides in enumerate(runs):
-        config = engines.family_config([*SMALL, *overrides], world)
-        if number == 0:
-            engine = engines.engine_of(config, rank, store)
-        else:
-            engine = engines.another_engine(engine, config, rank)
-        norms.append(float(engines.train(engine, 1)[0][1] or 0.0))
-    return norms
+    configs = [engines.family_config([*SMALL, *overrides], world) for overrides in runs]
+    return [float(engines.train(engine, 1)[0][1] or 0.0) for engine in engines.engines_of(configs, rank, store)]
 
 
 @pytest.mark.parametrize("balancing", ["seq_aux_loss", "global_aux_loss", "aux_loss"])
@@ -104,14 +97,14 @@ def test_a_balancing_loss_is_in_the_gradient(run_ranks: RunRanks, balancing: str
 
 def test_a_balancing_loss_per_sequence_does_not_depend_on_micro_batches(run_ranks: RunRanks) -> None:
     model = ["model=tiny_mixtral", "model.moe_router_load_balancing_type=seq_aux_loss", "model.moe_aux_loss_coeff=1.0"]
-    ((one, two, four),) = run_ranks(
-        first_norms, 1, *([*model, f"data.micro_batch_size={size}"] for size in (1, 2, 4))
-    )
+    ((one, two, four),) = run_ranks(first_norms, 1, *([*model, f"data.micro_batch_size={size}"] for size in (1, 2, 4)))
     assert [two, four] == pytest.approx([one, one], rel=RELATIVE)
 
 
 def test_predicting_further_tokens_is_in_the_gradient_by_its_weight(run_ranks: RunRanks) -> None:
-    runs = [["model=tiny_deepseek", "model.moe_layer_freq='[0,1]'", f"model.mtp_loss_scaling_factor={weight}"]
-            for weight in (0.0, 0.3, 3.0)]
+    runs = [
+        ["model=tiny_deepseek", "model.moe_layer_freq='[0,1]'", f"model.mtp_loss_scaling_factor={weight}"]
+        for weight in (0.0, 0.3, 3.0)
+    ]
     ((without, little, much),) = run_ranks(first_norms, 1, *runs)
     assert without < little < much

@@ -2,7 +2,7 @@
 
 import torch
 
-from shardwright.conf.schema import Model
+from shardwright.conf.schema_model import Model
 from shardwright.parallel.mcore.hf.mapping import COPY, QKV, VOCABULARY, Kind, Row
 from shardwright.parallel.mcore.hf.rows import OURS
 

@@ -15,7 +15,7 @@ from enum import Enum
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from shardwright.conf.schema import Model
+from shardwright.conf.schema_model import Model
 
 State = dict[str, torch.Tensor]
 
