@@ -5,15 +5,14 @@ from typing import Any
 
 import pytest
 
-from shardwright.conf.compose import compose, groups
+from shardwright.conf.compose import compose
 from shardwright.conf.schema import Config
 from shardwright.conf.schema_model import Model
 from shardwright.pretrain import model_size
 
+from ..models import MODELS, TINY
 from . import engines, hugging_face
 from .harness import RunRanks
-
-TINY = [choice for choice in groups()["model"] if choice.startswith("tiny")]
 
 
 def gpt(layers: int, width: int, heads: int) -> tuple[str, dict[str, Any]]:
@@ -94,7 +93,7 @@ def unpadded(model: Model) -> Model:
 
 
 def test_every_model_file_has_its_published_configuration() -> None:
-    assert set(groups()["model"]) - set(TINY) == set(PUBLISHED)
+    assert set(MODELS) - set(TINY) == set(PUBLISHED)
 
 
 @pytest.mark.parametrize("choice", PUBLISHED)

@@ -2,11 +2,13 @@
 
 import pytest
 
-from shardwright.conf.compose import compose, groups
+from shardwright.conf.compose import compose
 from shardwright.conf.problems import Problem
 from shardwright.conf.schema_model import layer_pattern
 from shardwright.pretrain import checks
 from shardwright.pretrain.machine import Machine
+
+from ..models import MODELS
 
 MIXTRAL, DEEPSEEK = "model=tiny_mixtral", "model=tiny_deepseek"
 LATENT = f"{DEEPSEEK} model.mtp_num_layers=null model.mtp_loss_scaling_factor=null"
@@ -16,7 +18,7 @@ def broken(*overrides: str) -> list[Problem]:
     return checks.config_problems(compose(overrides))
 
 
-@pytest.mark.parametrize("choice", groups()["model"])
+@pytest.mark.parametrize("choice", MODELS)
 def test_every_model_file_breaks_no_rule(choice: str) -> None:
     assert broken(f"model={choice}") == []
 

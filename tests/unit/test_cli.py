@@ -217,4 +217,4 @@ def test_bash_completes_through_the_script(tmp_path: Path) -> None:
     )
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     result = subprocess.run(["bash", "-c", ask], env=environ, capture_output=True, text=True, timeout=60, check=True)
-    assert result.stdout.split() == ["model=mixtral_8x22b", "model=mixtral_8x7b"]
+    assert result.stdout.split() == ["model=mixtral", "model=mixtral_8x22b", "model=mixtral_8x7b"]

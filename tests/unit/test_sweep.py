@@ -60,7 +60,7 @@ def test_a_sweep_is_the_product_of_its_values_in_the_order_given() -> None:
     ("override", "points"),
     [
         ("run.seed=range(1,4)", ["run.seed=1", "run.seed=2", "run.seed=3"]),
-        ("model=glob(mixtral*)", ["model=mixtral_8x22b", "model=mixtral_8x7b"]),
+        ("model=glob(mixtral_*)", ["model=mixtral_8x22b", "model=mixtral_8x7b"]),
         ("data.split=[98,1,1],[90,5,5]", ["data.split=[98,1,1]", "data.split=[90,5,5]"]),
         ("+run.name='a,b',c", ["+run.name='a,b'", "+run.name=c"]),
         ("~experiment", ["~experiment"]),
