@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from shardwright.conf.schema import Config
 from shardwright.data.loader import Batch
 from shardwright.parallel.layout import Layout
-from shardwright.parallel.mcore import fp8_state, torch_adam
+from shardwright.parallel.mcore import expert_losses, fp8_state, torch_adam
 from shardwright.parallel.mcore.groups import Groups
 from shardwright.parallel.mcore.model import build_gpt, wrap_data_parallel
 from shardwright.parallel.mcore.translate import megatron_configs
@@ -43,6 +43,8 @@ class StepResult:
     """Loss scale of this update; None without fp16."""
     non_finite_ranks: tuple[int, ...] | None
     """None where loss and norm are finite; else the ranks whose own loss was not, none if it was the gradients."""
+    expert_losses: dict[str, float]
+    """Auxiliary losses of a model with experts, unweighted, by megatron-core's names; none of another."""
 
 
 class _NonFiniteNormError(Exception):
@@ -129,6 +131,7 @@ class Engine:
             updated=bool(updated),
             loss_scale=None if loss_scale is None else float(loss_scale),
             non_finite_ranks=None if finite else self._ranks_with_non_finite(own),
+            expert_losses=expert_losses.collect(self.transformer_config, self.groups, len(microbatches)),
         )
 
     def _refuse_non_finite_norms(self) -> None:

@@ -108,3 +108,30 @@ def test_predicting_further_tokens_is_in_the_gradient_by_its_weight(run_ranks: R
     ]
     ((without, little, much),) = run_ranks(first_norms, 1, *runs)
     assert without < little < much
+
+
+# ---- what is reported ------------------------------------------------------------------------------------------------
+
+
+def expert_losses(rank: int, world: int, store: str, overrides: list[str]) -> list[dict[str, float]]:
+    """Of two steps with all weights held still."""
+    engine = engines.engine_of(engines.family_config([*SMALL, *overrides], world), rank, store)
+    batch = engines.share(engine, engines.random_step(0))
+    return [engine.train_step(batch, lr=0.0, weight_decay=0.0).expert_losses for _ in range(2)]
+
+
+def test_the_balance_of_experts_is_reported_alike_in_every_layout(run_ranks: RunRanks) -> None:
+    # layers with experts stand on the second stage alone
+    model = ["model=tiny_mixtral", "model.moe_z_loss_coeff=1e-3", "model.moe_layer_freq='[0,1]'", "run.seed=7"]
+    ((first, again),) = run_ranks(expert_losses, 1, model)
+    assert first == pytest.approx(again, rel=RELATIVE), "a step begins anew"
+    assert set(first) == {"load_balancing_loss", "z_loss"}
+    assert 0.9 <= first["load_balancing_loss"] <= 2.0, "four experts, two for a token"
+    for layout in (["parallel.pp=2"], []):
+        for found, _ in run_ranks(expert_losses, 2, [*model, *layout]):
+            # stages initialise other weights, and data-parallel ranks the same ones
+            assert found == pytest.approx(first, rel=0.2 if layout else RELATIVE)
+
+
+def test_a_model_without_experts_reports_none(run_ranks: RunRanks) -> None:
+    assert run_ranks(expert_losses, 1, ["model=tiny"]) == [[{}, {}]]

@@ -106,6 +106,23 @@ def test_a_broken_model_names_key_and_what_works(overrides: str, key: str, words
     assert words in found[f"model.{key}"]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        ("model=tiny_mixtral model.moe_ffn_hidden_size=250", "moe_ffn_hidden_size"),
+        ("model=tiny_deepseek model.moe_shared_expert_intermediate_size=72", "moe_shared_expert_intermediate_size"),
+        ("model=tiny_deepseek model.q_lora_rank=60", "q_lora_rank"),
+        ("model=tiny_deepseek model.kv_lora_rank=30 model.qk_pos_emb_head_dim=18", "kv_lora_rank"),
+        ("model=tiny_deepseek model.qk_pos_emb_head_dim=12", "qk_pos_emb_head_dim"),
+        ("model=tiny_deepseek model.v_head_dim=25", "v_head_dim"),
+    ],
+)
+def test_fp8_wants_multiples_of_every_kind_of_matrix(overrides: str, key: str) -> None:
+    found = {problem.key: problem.rule for problem in broken(*overrides.split(), "precision=fp8_delayed")}
+    assert "FP8 needs multiples of 16" in found[f"model.{key}"]
+    assert broken(overrides.split()[0], "precision=fp8_delayed") == []
+
+
 def test_deep_eps_dispatcher_is_refused_where_it_is_missing() -> None:
     installed = {"torch": "2.11.0", "megatron_core": "0.19.2"}
     config = compose([MIXTRAL, "model.moe_token_dispatcher_type=flex"])
