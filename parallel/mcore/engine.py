@@ -89,6 +89,7 @@ class Engine:
         self._group_overrides = get_standard_config_overrides(configs.optimizer)
         self.optimizer = get_megatron_optimizer(configs.optimizer, [self.model], self._group_overrides)
         torch_adam.create_state(self.optimizer)
+        torch_adam.link(self.optimizer)
         self._refuse_non_finite_norms()
         self._forward_backward = get_forward_backward_func()
         transformer = configs.transformer

@@ -77,6 +77,25 @@ def test_latent_attention_has_right_gradients_without_sequence_parallelism(run_r
         torch.testing.assert_close(torch.tensor(curve), torch.tensor(expected), rtol=RELATIVE, atol=0)
 
 
+def third_and_fourth_step(rank: int, world: int, store: str, overrides: list[str], folder: Path) -> Curve:
+    """Two more steps of a run that saves after two, or continues from there where that is saved."""
+    engine = engines.engine_of(engines.family_config([*SMALL, *overrides], world), rank, store)
+    if folder.exists():
+        shards.load(engine, folder, with_rng=False)
+    else:
+        engines.train(engine, 2)
+        engines.save(engine, folder)
+    return engines.train(engine, 2, first_seed=2)  # the fourth shows what the third update did
+
+
+def test_a_stage_without_experts_saves_what_goes_on_in_every_layout(run_ranks: RunRanks, tmp_path: Path) -> None:
+    model = ["model=tiny_mixtral", "model.moe_layer_freq='[0,1]'"]
+    expected = run_ranks(third_and_fourth_step, 2, [*model, "parallel.pp=2"], tmp_path / "saved")[0]
+    for world, layout in ((2, ["parallel.pp=2"]), (1, [])):
+        for found in run_ranks(third_and_fourth_step, world, [*model, *layout], tmp_path / "saved"):
+            torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=RELATIVE, atol=0)
+
+
 # ---- extra losses ----------------------------------------------------------------------------------------------------
 
 
@@ -113,25 +132,33 @@ def test_predicting_further_tokens_is_in_the_gradient_by_its_weight(run_ranks: R
 # ---- what is reported ------------------------------------------------------------------------------------------------
 
 
-def expert_losses(rank: int, world: int, store: str, overrides: list[str]) -> list[dict[str, float]]:
-    """Of two steps with all weights held still."""
+def expert_losses(rank: int, world: int, store: str, overrides: list[str], start: Path) -> list[dict[str, float]]:
+    """Of two steps with the weights of `start`, which do not move."""
     engine = engines.engine_of(engines.family_config([*SMALL, *overrides], world), rank, store)
+    if start.exists():
+        shards.load(engine, start, with_rng=False)
+    else:
+        engines.save(engine, start)
     batch = engines.share(engine, engines.random_step(0))
     return [engine.train_step(batch, lr=0.0, weight_decay=0.0).expert_losses for _ in range(2)]
 
 
-def test_the_balance_of_experts_is_reported_alike_in_every_layout(run_ranks: RunRanks) -> None:
+@pytest.mark.parametrize("balancing", ["aux_loss", "seq_aux_loss"])
+def test_the_balance_of_experts_is_reported_alike_in_every_layout(
+    run_ranks: RunRanks, tmp_path: Path, balancing: str
+) -> None:
     # layers with experts stand on the second stage alone
-    model = ["model=tiny_mixtral", "model.moe_z_loss_coeff=1e-3", "model.moe_layer_freq='[0,1]'", "run.seed=7"]
-    ((first, again),) = run_ranks(expert_losses, 1, model)
+    model = ["model=tiny_mixtral", "model.moe_z_loss_coeff=1e-3", "model.moe_layer_freq='[0,1]'"]
+    model.append(f"model.moe_router_load_balancing_type={balancing}")
+    ((first, again),) = run_ranks(expert_losses, 1, model, tmp_path / "start")
     assert first == pytest.approx(again, rel=RELATIVE), "a step begins anew"
-    assert set(first) == {"load_balancing_loss", "z_loss"}
-    assert 0.9 <= first["load_balancing_loss"] <= 2.0, "four experts, two for a token"
-    for layout in (["parallel.pp=2"], []):
-        for found, _ in run_ranks(expert_losses, 2, [*model, *layout]):
-            # stages initialise other weights, and data-parallel ranks the same ones
-            assert found == pytest.approx(first, rel=0.2 if layout else RELATIVE)
+    balance = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}[balancing]
+    assert set(first) == {balance, "z_loss"}
+    assert 0.9 <= first[balance] <= 2.0, "four experts, two for a token"
+    for layout in (["parallel.pp=2"], ["parallel.tp=2", "parallel.sp=true"], []):
+        for found, _ in run_ranks(expert_losses, 2, [*model, *layout], tmp_path / "start"):
+            assert found == pytest.approx(first, rel=RELATIVE), layout
 
 
-def test_a_model_without_experts_reports_none(run_ranks: RunRanks) -> None:
-    assert run_ranks(expert_losses, 1, ["model=tiny"]) == [[{}, {}]]
+def test_a_model_without_experts_reports_none(run_ranks: RunRanks, tmp_path: Path) -> None:
+    assert run_ranks(expert_losses, 1, ["model=tiny"], tmp_path / "start") == [[{}, {}]]
