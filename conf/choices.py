@@ -42,6 +42,9 @@ class Activation(Enum):
 
     silu = "silu"
     gelu = "gelu"
+    """By the error function."""
+    gelu_tanh = "gelu_tanh"
+    """By the hyperbolic tangent, as GPT-2 and GPT-3."""
 
 
 class PositionEmbedding(Enum):
@@ -49,6 +52,57 @@ class PositionEmbedding(Enum):
 
     rope = "rope"
     learned_absolute = "learned_absolute"
+
+
+class RopeType(Enum):
+    """Rotary positions of multi-head latent attention, by megatron-core's names."""
+
+    rope = "rope"
+    yarn = "yarn"
+
+
+class ScoreFunction(Enum):
+    """What turns a router's logits into weights, by megatron-core's names."""
+
+    softmax = "softmax"
+    sigmoid = "sigmoid"
+
+
+class LoadBalancing(Enum):
+    """Auxiliary loss that balances the load of experts, by megatron-core's names."""
+
+    none = "none"
+    aux_loss = "aux_loss"
+    """Over the tokens of a micro-batch."""
+    seq_aux_loss = "seq_aux_loss"
+    """Over the tokens of each sequence."""
+    global_aux_loss = "global_aux_loss"
+    """Over the tokens of the step so far."""
+
+
+class RouterDType(Enum):
+    """Number format of the router."""
+
+    fp32 = "fp32"
+    fp64 = "fp64"
+
+
+class TokenDispatcher(Enum):
+    """How tokens travel to their experts, by megatron-core's names."""
+
+    allgather = "allgather"
+    alltoall = "alltoall"
+    flex = "flex"
+    """DeepEP's kernels."""
+
+
+class TokenDropPolicy(Enum):
+    """Which tokens a full expert drops, by megatron-core's names."""
+
+    probs = "probs"
+    """Those of the smallest weight."""
+    position = "position"
+    """The last ones."""
 
 
 class DType(Enum):

@@ -32,8 +32,9 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException, ValidationError
 from yaml import MarkedYAMLError, YAMLError
 
+from shardwright.conf.keys import ResumePolicy
 from shardwright.conf.problems import Problem, RefusedError, refuse
-from shardwright.conf.schema import SCHEMA_VERSION, Config, ParamOverride, ResumePolicy
+from shardwright.conf.schema import SCHEMA_VERSION, Config, ParamOverride
 
 CONFIG_FOLDER = Path(__file__).resolve().parent
 CONFIG_NAME = "config"

@@ -7,13 +7,9 @@ A config is what the user wrote and never changes: whatever is computed from it 
 OmegaConf cannot compose into frozen classes.
 """
 
-import dataclasses
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any
 
 from shardwright.conf.choices import (
-    Activation,
     AmaxComputeAlgo,
     AttentionBackend,
     CrossEntropy,
@@ -31,38 +27,20 @@ from shardwright.conf.choices import (
     MuonScaleMode,
     MuonTpMode,
     NonFinite,
-    Normalization,
     OptimizerKernel,
     OptimizerKind,
-    PositionEmbedding,
-    Recompute,
-    RecomputeMethod,
     ResumeMode,
     StateDType,
     WeightDecayIncrStyle,
 )
+from shardwright.conf.keys import ResumePolicy, key
+from shardwright.conf.schema_model import Model
 
 SCHEMA_VERSION = 1
 """Written into every frozen config; a file with another number is refused with the migration to use."""
 
 BYTES = "bytes"
 """The word that stands in `data.tokenizer` for the tokenizer without a file."""
-
-
-class ResumePolicy(Enum):
-    """What happens when a resumed run's configuration differs from the saved one in a key."""
-
-    free = "free"
-    """The new value is used; the difference is printed."""
-    warn = "warn"
-    """The new value is used; the difference is printed as a warning, since results change."""
-    refuse = "refuse"
-    """The run does not start (exit 2)."""
-
-
-def key(default: Any = dataclasses.MISSING, *, resume: str = "refuse") -> Any:
-    """A dataclass field with its resume policy in the metadata; without a default the value must be given."""
-    return field(default=default, metadata={"resume": ResumePolicy(resume)})
 
 
 @dataclass(kw_only=True, slots=True)
@@ -75,65 +53,6 @@ class Run:
     """Folder of the run; one folder is one run, and its one writer holds a lock."""
     seed: int = key(resume="refuse")
     """Seed of weights, dropout and data order; at least 1."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Model:
-    """The GPT decoder, by megatron-core's field names."""
-
-    num_layers: int = key()
-    """Transformer layers."""
-    hidden_size: int = key()
-    """Width of the residual stream."""
-    ffn_hidden_size: int = key()
-    """Width of the MLP; with `gated_linear_unit` of each of its two halves."""
-    num_attention_heads: int = key()
-    """Query heads."""
-    num_query_groups: int = key()
-    """Key/value heads (grouped-query attention); `num_attention_heads` for plain multi-head attention."""
-    kv_channels: int = key()
-    """Width of one head."""
-    vocab_size: int = key()
-    """Entries of the vocabulary before padding; a trained tokenizer gets this size."""
-    make_vocab_size_divisible_by: int = key()
-    """The embedding is padded up to a multiple of this, and of nothing else, so that its shape is the same in every
-    layout and a checkpoint fits all of them."""
-    max_position_embeddings: int = key()
-    """Longest sequence; the table's length with learned positions."""
-    position_embedding_type: PositionEmbedding = key()
-    """Rotary or learned absolute positions."""
-    rotary_base: int = key()
-    """Base of the rotary frequencies (theta)."""
-    normalization: Normalization = key()
-    """RMSNorm or LayerNorm."""
-    layernorm_epsilon: float = key()
-    """Epsilon of every normalisation."""
-    activation_func: Activation = key()
-    """Activation of the MLP."""
-    gated_linear_unit: bool = key()
-    """Gate the MLP (SwiGLU with silu)."""
-    add_bias_linear: bool = key()
-    """Biases in the linear layers of attention and MLP."""
-    add_qkv_bias: bool = key()
-    """A bias in the QKV projection even without `add_bias_linear`."""
-    qk_layernorm: bool = key()
-    """Normalise queries and keys per head."""
-    share_embeddings_and_output_weights: bool = key()
-    """Tie the input embedding to the output layer."""
-    hidden_dropout: float = key(resume="warn")
-    """Dropout on the residual stream."""
-    attention_dropout: float = key(resume="warn")
-    """Dropout on attention weights."""
-    recompute_granularity: Recompute | None = key(resume="free")
-    """Compute activations again in the backward pass instead of keeping them: whole layers, or `recompute_modules`."""
-    recompute_method: RecomputeMethod | None = key(resume="free")
-    """Full recomputation: uniform groups of `recompute_num_layers` layers, or only that many layers of each stage."""
-    recompute_num_layers: int | None = key(resume="free")
-    """Full recomputation: see `recompute_method`."""
-    recompute_modules: list[str] = field(metadata={"resume": ResumePolicy.free})
-    """Selective recomputation: core_attn, layernorm, mlp."""
-    init_method_std: float = key()
-    """Standard deviation of the initial weights; output projections use it divided by sqrt(2 * num_layers)."""
 
 
 @dataclass(kw_only=True, slots=True)

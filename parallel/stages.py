@@ -73,7 +73,7 @@ class Split:
         parallel = config.parallel
         return cls(
             num_layers=config.model.num_layers,
-            num_mtp_layers=getattr(config.model, "mtp_num_layers", None) or 0,
+            num_mtp_layers=config.model.mtp_num_layers or 0,
             pp=parallel.pp,
             vpp=parallel.vpp,
             with_embedding=parallel.account_for_embedding_in_pipeline_split,

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardwright.conf.choices import DataSource, GpuKind, PositionEmbedding, Recompute
+from shardwright.conf.choices import DataSource, GpuKind, PositionEmbedding, Recompute, TokenDispatcher
 from shardwright.conf.compose import shown
 from shardwright.conf.problems import Problem
 from shardwright.conf.schema import BYTES, Config
@@ -20,6 +20,7 @@ from shardwright.pretrain import (
     checks_execution,
     checks_fp8,
     checks_layout,
+    checks_model,
     checks_optimizer,
     checks_schedule,
     checks_stages,
@@ -189,6 +190,7 @@ CONFIG_RULES = (
     checks_optimizer.muon_trains_in_bf16,
     checks_optimizer.overrides_say_something,
     checks_execution.chunks_divide_the_sequence,
+    checks_execution.kernels_are_for_the_model,
     checks_execution.offloading_stands_alone,
     checks_execution.recording_suits_the_run,
     checks_execution.deterministic_has_its_kernels,
@@ -198,6 +200,7 @@ CONFIG_RULES = (
     checks_fp8.narrow_formats_run_on_bf16,
     checks_fp8.recipe_suits_the_cluster,
     checks_fp8.shapes_are_multiples,
+    *checks_model.RULES,
 )
 
 
@@ -231,6 +234,8 @@ def packages_are_there(config: Config, machine: Machine) -> Iterator[Problem]:
     needed = ["torch", "megatron_core"]
     if machines.device(config, machine) == "cuda":
         needed.append("transformer_engine")  # every layer on a GPU is Transformer Engine's
+    if config.model.moe_token_dispatcher_type is TokenDispatcher.flex:
+        needed.append("deep_ep")
     if (config.data.tokenizer or "").endswith(".model"):
         needed.append("sentencepiece")
     for feature in needed:

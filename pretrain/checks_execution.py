@@ -33,6 +33,16 @@ def chunks_divide_the_sequence(config: Config) -> Iterator[Problem]:
         yield Problem(key=key, value=chunks, rule=rule, remedy=nearest(key, chunks, divisors(held)))
 
 
+def kernels_are_for_the_model(config: Config) -> Iterator[Problem]:
+    model, execution = config.model, config.execution
+    if execution.bias_activation_fusion and not model.has_fused_activation:
+        rule = f"no kernel computes model.activation_func={model.activation_func.name} of this MLP with gate and bias"
+        yield Problem(key="execution.bias_activation_fusion", value="true", rule=rule, remedy="null or false works")
+    if execution.apply_rope_fusion and not model.has_fused_rope:
+        rule = "the kernel for latent attention knows model.rope_type=yarn alone"
+        yield Problem(key="execution.apply_rope_fusion", value="true", rule=rule, remedy="null or false works")
+
+
 def offloading_stands_alone(config: Config) -> Iterator[Problem]:
     model, layers, key = config.model, config.execution.cpu_offloading_num_layers, "execution.cpu_offloading_num_layers"
     if layers < 1:
@@ -60,6 +70,11 @@ def recording_suits_the_run(config: Config) -> Iterator[Problem]:
         yield problem("records a fixed number of micro-batches, and data.rampup_batch_size changes it")
     if config.execution.cpu_offloading_num_layers and graph is not CudaGraph.full_iteration:
         yield problem("cannot record layers whose activations leave the GPU (execution.cpu_offloading_num_layers)")
+    if model.num_moe_experts is not None and not model.moe_pad_expert_input_to_capacity:
+        # Source: megatron-core 0.19.2, transformer_config.py:2512
+        rule = "records shapes, and experts get another number of tokens each time"
+        fixed = "model.moe_pad_expert_input_to_capacity=true with a model.moe_expert_capacity_factor"
+        yield problem(rule, f"{key}=none works, or {fixed}")
     if model.recompute_granularity is not None and graph is not CudaGraph.full_iteration:
         yield problem("cannot record layers of which a part is computed again (model.recompute_granularity)")
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from shardwright.conf.choices import DType, GpuKind
 from shardwright.conf.problems import Problem
 from shardwright.conf.schema import Config
+from shardwright.conf.schema_model import Model
 from shardwright.pretrain import plan
 from shardwright.pretrain.machine import Machine
 from shardwright.pretrain.ranges import multiples, value_of
@@ -84,11 +85,17 @@ def shapes_are_multiples(config: Config) -> Iterator[Problem]:
     if recipe_of(config) is None or min(tp, config.parallel.cp) < 1:
         return
     width_step = WIDTH * 2 if recipe_of(config) in ("mxfp8", "nvfp4") else WIDTH
-    heads_width = model.num_attention_heads * model.kv_channels
     for key, widths, split, step in (
         ("model.hidden_size", (model.hidden_size,), 1, width_step),
         ("model.ffn_hidden_size", (model.ffn_hidden_size,), tp, width_step * tp),
-        ("model.kv_channels", (heads_width, plan.qkv_width(model)), tp, width_step),
+        ("model.moe_ffn_hidden_size", (model.moe_ffn_hidden_size or 0,), 1, width_step),
+        (
+            "model.moe_shared_expert_intermediate_size",
+            (model.moe_shared_expert_intermediate_size or 0,),
+            tp,
+            width_step * tp,
+        ),
+        *_attention_widths(model, tp, width_step),
     ):
         odd = [width // split for width in widths if width % split == 0 and width // split % width_step]
         if odd:
@@ -102,6 +109,20 @@ def shapes_are_multiples(config: Config) -> Iterator[Problem]:
         rule = f"gives {tokens:g} tokens at once on each rank, and FP8 needs multiples of {TOKENS}"
         remedy = multiples("data.seq_length", data.seq_length, TOKENS * split)
         yield Problem(key="data.seq_length", value=data.seq_length, rule=rule, remedy=remedy)
+
+
+def _attention_widths(model: Model, tp: int, step: int) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
+    """Key, matrix widths that follow from it, over how many ranks they are split, step of values that fit."""
+    heads = model.num_attention_heads
+    if not model.multi_latent_attention:
+        yield "model.kv_channels", (heads * model.kv_channels, plan.qkv_width(model)), tp, step
+        return
+    rotary, key, value = model.qk_pos_emb_head_dim or 0, model.qk_head_dim or 0, model.v_head_dim or 0
+    yield "model.q_lora_rank", (model.q_lora_rank or 0,), 1, step
+    yield "model.kv_lora_rank", (model.kv_lora_rank or 0,), 1, step
+    yield "model.qk_pos_emb_head_dim", ((model.kv_lora_rank or 0) + rotary,), 1, step
+    yield "model.qk_head_dim", (heads * (key + rotary),), tp, step
+    yield "model.v_head_dim", (heads * value, heads * (key + value)), tp, step
 
 
 def gpus_compute_the_recipe(config: Config, machine: Machine) -> Iterator[Problem]:

@@ -115,7 +115,7 @@ def sequence_multiple(cp: int, tp: int) -> int:
 
 
 def expert_parallelism_splits_experts(config: Config) -> Iterator[Problem]:
-    ep, key, num_experts = config.parallel.ep, "parallel.ep", _num_experts(config)
+    ep, key, num_experts = config.parallel.ep, "parallel.ep", config.model.num_moe_experts
     if num_experts is None and ep > 1:
         rule = "splits experts over ranks, and this model has none (model.num_moe_experts=null)"
         yield Problem(key=key, value=ep, rule=rule, remedy=f"{key}=1 works")
@@ -126,14 +126,14 @@ def expert_parallelism_splits_experts(config: Config) -> Iterator[Problem]:
 
 def expert_tensor_parallelism_splits_experts(config: Config) -> Iterator[Problem]:
     etp, key = config.parallel.etp, "parallel.etp"
-    if _num_experts(config) is None:
+    if config.model.num_moe_experts is None:
         if etp is not None:
             rule = "splits experts over ranks, and this model has none (model.num_moe_experts=null)"
             yield Problem(key=key, value=etp, rule=rule, remedy=f"{key}=null works")
         return
     size = config.parallel.tp if etp is None else etp
-    width = getattr(config.model, "moe_ffn_hidden_size", None) or config.model.ffn_hidden_size
-    if rest(width, size):
+    width = config.model.moe_ffn_hidden_size
+    if width is not None and rest(width, size):
         rule = f"does not split the width of an expert, {width}" + (", and is parallel.tp by default" * (etp is None))
         yield Problem(key=key, value=size, rule=rule, remedy=nearest(key, size, divisors(width)))
 
@@ -141,15 +141,9 @@ def expert_tensor_parallelism_splits_experts(config: Config) -> Iterator[Problem
 def experts_want_sequence_parallelism(config: Config) -> Iterator[Problem]:
     # Source: megatron-core 0.19.2, moe_layer.py:629, which raises in the first forward pass
     parallel = config.parallel
-    if _num_experts(config) is not None and parallel.tp > 1 and not parallel.sp:
+    if config.model.num_moe_experts is not None and parallel.tp > 1 and not parallel.sp:
         rule = f"a model with experts over parallel.tp={parallel.tp} needs sequence parallelism"
         yield Problem(key="parallel.sp", value="false", rule=rule, remedy="parallel.sp=true works")
-
-
-def _num_experts(config: Config) -> int | None:
-    """Experts of a layer; None of a dense model."""
-    num_experts: int | None = getattr(config.model, "num_moe_experts", None)
-    return num_experts
 
 
 def _unsplit(config: Config, tp: int) -> dict[str, int]:

@@ -144,6 +144,7 @@ class Loop:
             "non_finite_updates": state.non_finite_updates,
             "consumed_samples": state.position.consumed_samples,
             "step_seconds": seconds,
+            **result.expert_losses,
         }
         self.context.metrics.append(row)
 

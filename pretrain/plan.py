@@ -2,24 +2,24 @@
 
 Everything here is integers from the configuration alone: no torch, no GPU, no process group. The numbers are frozen
 objects, so that a config stays what the user wrote.
-
-FLOPs count the matrix products of one forward and one backward pass, the backward being twice the forward. Attention is
-counted causal: token i attends to i others, so half of the full square. Nothing is added for recomputation. Llama 3 8B
-at 8192 tokens: 51.47 GFLOP per token.
 """
 
-import math
 import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardwright.conf.choices import Normalization, PositionEmbedding
 from shardwright.conf.compose import shown
 from shardwright.conf.problems import Problem
-from shardwright.conf.schema import Config, Model
+from shardwright.conf.schema import Config
+from shardwright.conf.schema_model import Model
 from shardwright.data.batch_size import BatchSizes
 from shardwright.parallel.layout import DENSE, EXPERT, Layout
 from shardwright.parallel.stages import Chunk, Split, Stages
+from shardwright.pretrain import model_size
+from shardwright.pretrain.model_size import Weights
+from shardwright.pretrain.model_size import count_parameters as count_parameters
+from shardwright.pretrain.model_size import padded_vocab_size as padded_vocab_size
+from shardwright.pretrain.model_size import qkv_width as qkv_width
 
 _PEAK_FLOPS = {
     "A100": 312e12,
@@ -49,31 +49,6 @@ class BatchPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
-    """Parameters, told apart by what tensor parallelism does with them."""
-
-    split: int = 0
-    """Shared out over the TP ranks: embeddings and the large matrices."""
-    whole: int = 0
-    """Held by every TP rank: norms, learned positions, biases added after a reduction."""
-
-    def __add__(self, other: "Weights") -> "Weights":
-        return Weights(self.split + other.split, self.whole + other.whole)
-
-    def __mul__(self, times: int) -> "Weights":
-        return Weights(self.split * times, self.whole * times)
-
-    @property
-    def total(self) -> int:
-        """All of them."""
-        return self.split + self.whole
-
-    def per_rank(self, tp: int) -> int:
-        """Parameters that one of `tp` ranks holds."""
-        return self.split // tp + self.whole
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     """Everything about a run that follows from its configuration."""
 
@@ -84,9 +59,17 @@ class Plan:
     batch: BatchPlan
     padded_vocab_size: int
     parameters: int
+    """Of the model, without layers of multi-token prediction."""
+    active_parameters: int
+    """Those of them that one token passes."""
+    mtp_parameters: int
+    """Of the layers of multi-token prediction."""
     parameters_per_rank: tuple[int, ...]
     """Of one rank of each pipeline stage, first stage first."""
     flops_per_token: float
+    """Of forward and backward, with multi-token prediction."""
+    mtp_flops_per_token: float
+    """What multi-token prediction adds to that."""
     train_samples: int
     """Samples of the whole run."""
     train_tokens: int
@@ -101,16 +84,22 @@ class Plan:
 def make_plan(config: Config) -> Plan:
     """The plan of a configuration that `checks.config_problems` has passed."""
     model, samples = config.model, BatchSizes.of(config.data).consumed_after(config.schedule.train_iters)
-    stages = Split.of(config).stages()
+    whole, mtp_flops = model_size.weights(model), model_size.mtp_flops_per_token(model, config.data.seq_length)
+    places, stages = layout(config), Split.of(config).stages()
     return Plan(
         config=config,
-        layout=layout(config),
+        layout=places,
         stages=stages,
         batch=batch(config),
         padded_vocab_size=padded_vocab_size(model),
-        parameters=count_parameters(model),
-        parameters_per_rank=tuple(stage.per_rank(config.parallel.tp) for stage in stage_weights(model, stages)),
-        flops_per_token=flops_per_token(model, config.data.seq_length),
+        parameters=whole.total,
+        active_parameters=whole.active(model),
+        mtp_parameters=model_size.multi_token_prediction(model).total,
+        parameters_per_rank=tuple(
+            stage.per_rank(places.tp, places.ep, places.etp) for stage in stage_weights(model, stages)
+        ),
+        flops_per_token=model_size.flops_per_token(model, config.data.seq_length) + mtp_flops,
+        mtp_flops_per_token=mtp_flops,
         train_samples=samples,
         train_tokens=samples * config.data.seq_length,
     )
@@ -155,47 +144,29 @@ def local_ranks(config: Config) -> int:
     return -(-config.world_size // max(config.cluster.nodes, 1))
 
 
-def padded_vocab_size(model: Model) -> int:
-    """Rows of the embedding; of the model alone, so that its shape is the same in every layout."""
-    multiple = model.make_vocab_size_divisible_by
-    return math.ceil(model.vocab_size / multiple) * multiple
-
-
-def count_parameters(model: Model) -> int:
-    """Trained parameters, each counted once (a tied embedding too)."""
-    tail = _norm(model, model.hidden_size) + Weights(split=_output_split(model))
-    return (_embedding(model) + _layer(model) * model.num_layers + tail).total
-
-
 def stage_weights(model: Model, stages: Stages) -> list[Weights]:
-    """Weights of each pipeline rank; a tied embedding stands on the first and on the last."""
-    tied_here = len(stages) == 1 and model.share_embeddings_and_output_weights
-    output = Weights(split=0 if tied_here else padded_vocab_size(model) * model.hidden_size)
+    """Weights of each pipeline rank.
+
+    A tied embedding stands on the first and on the last. Layers of multi-token prediction are on the last, with the
+    embedding once more (gpt_model.py:154).
+    """
+    layers = [model_size.layer(model, has_experts) for has_experts in model.moe_layers]
 
     def weights(chunk: Chunk) -> Weights:
-        ends = Weights()
+        found = sum((layers[number] for number in chunk.layers), Weights())
         if chunk.embedding:
-            ends += _embedding(model)
+            found += model_size.embedding(model)
         if chunk.loss:
-            ends += _norm(model, model.hidden_size) + output
-        return _layer(model) * len(chunk.layers) + ends
+            found += model_size.norm(model, model.hidden_size)
+            if not (model.share_embeddings_and_output_weights and chunk.embedding):
+                found += model_size.output(model)
+        if chunk.num_mtp_layers:
+            found += model_size.multi_token_prediction(model)
+            if not chunk.embedding:
+                found += model_size.embedding(model)
+        return found
 
     return [sum(map(weights, chunks), Weights()) for chunks in stages]
-
-
-def qkv_width(model: Model) -> int:
-    """Columns of the projection to queries, keys and values of all heads."""
-    return (model.num_attention_heads + 2 * model.num_query_groups) * model.kv_channels
-
-
-def flops_per_token(model: Model, seq_length: int) -> float:
-    """FLOPs of forward and backward per token of a sequence of `seq_length` tokens, causal."""
-    linear = _attention_matrices(model) + _mlp_matrices(model)
-    # two products (QK^T and its product with V) of 2 * seq_length * channels FLOPs, half of them masked
-    attention = 2 * seq_length * model.num_attention_heads * model.kv_channels
-    output = padded_vocab_size(model) * model.hidden_size
-    forward = model.num_layers * (2 * linear + attention) + 2 * output
-    return 3.0 * forward
 
 
 def peak_flops(gpu: str) -> float | None:
@@ -214,8 +185,11 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "run": {"name": config.run.name, "dir": config.run.dir, "train_iters": config.schedule.train_iters},
         "model": {
             "parameters": plan.parameters,
+            "active_parameters": plan.active_parameters,
+            "mtp_parameters": plan.mtp_parameters,
             "padded_vocab_size": plan.padded_vocab_size,
             "flops_per_token": plan.flops_per_token,
+            "mtp_flops_per_token": plan.mtp_flops_per_token,
         },
         "layout": {
             "world_size": places.world_size,
@@ -247,42 +221,3 @@ def fp8_name(config: Config) -> str | None:
     if precision.fp4 is not None:
         return f"{precision.fp4.name} (NVFP4)"
     return f"{precision.fp8.name}, {precision.fp8_recipe.name} scaling" if precision.fp8 else None
-
-
-def _embedding(model: Model) -> Weights:
-    learned = model.position_embedding_type is PositionEmbedding.learned_absolute
-    return Weights(
-        split=padded_vocab_size(model) * model.hidden_size,
-        whole=model.max_position_embeddings * model.hidden_size if learned else 0,
-    )
-
-
-def _output_split(model: Model) -> int:
-    return 0 if model.share_embeddings_and_output_weights else padded_vocab_size(model) * model.hidden_size
-
-
-def _layer(model: Model) -> Weights:
-    biases = model.add_bias_linear
-    qkv_bias = qkv_width(model) if biases or model.add_qkv_bias else 0
-    matrices = Weights(
-        split=_attention_matrices(model) + _mlp_matrices(model) + qkv_bias + (_fc1_width(model) if biases else 0),
-        whole=2 * model.hidden_size if biases else 0,
-    )
-    qk_norms = _norm(model, model.kv_channels) * (2 if model.qk_layernorm else 0)
-    return matrices + _norm(model, model.hidden_size) * 2 + qk_norms
-
-
-def _norm(model: Model, width: int) -> Weights:
-    return Weights(whole=width * (2 if model.normalization is Normalization.LayerNorm else 1))
-
-
-def _fc1_width(model: Model) -> int:
-    return model.ffn_hidden_size * (2 if model.gated_linear_unit else 1)
-
-
-def _attention_matrices(model: Model) -> int:
-    return model.hidden_size * (qkv_width(model) + model.num_attention_heads * model.kv_channels)
-
-
-def _mlp_matrices(model: Model) -> int:
-    return model.hidden_size * (_fc1_width(model) + model.ffn_hidden_size)

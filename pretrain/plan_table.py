@@ -10,6 +10,7 @@ from rich.text import Text
 
 from shardwright.conf.compose import shown
 from shardwright.conf.schema import Config
+from shardwright.conf.schema_model import Model
 from shardwright.data.batch_size import BatchSizes
 from shardwright.parallel.stages import Chunk
 from shardwright.pretrain import plan
@@ -63,18 +64,46 @@ def _run(planned: Plan) -> dict[str, str]:
 
 def _model(planned: Plan) -> dict[str, str]:
     model = planned.config.model
-    activation = {"silu": "SwiGLU", "gelu": "GEGLU"} if model.gated_linear_unit else {"silu": "SiLU", "gelu": "GELU"}
+    plain, gated = ("SiLU", "GELU", "GELU (tanh)"), ("SwiGLU", "GEGLU", "GEGLU (tanh)")
+    activation = dict(zip(("silu", "gelu", "gelu_tanh"), gated if model.gated_linear_unit else plain, strict=True))
     tied = "tied" if model.share_embeddings_and_output_weights else "untied"
     padded = f", padded to {planned.padded_vocab_size:,}" if planned.padded_vocab_size != model.vocab_size else ""
-    return {
+    rows = {
         "parameters": f"{planned.parameters:,} ({count(planned.parameters)})",
         "layers": f"{model.num_layers} of width {model.hidden_size:,}, MLP {model.ffn_hidden_size:,} "
         f"({activation[shown(model.activation_func)]}), {shown(model.normalization)}",
-        "attention": f"{model.num_attention_heads} heads of {model.kv_channels}, "
-        f"{model.num_query_groups} query groups, {shown(model.position_embedding_type)}",
+        "attention": _attention(model),
         "vocabulary": f"{model.vocab_size:,}{padded}; output layer {tied}",
         "FLOPs per token": f"{flops(planned.flops_per_token)} (forward and backward, causal)",
     }
+    if model.num_moe_experts is not None:
+        rows["parameters"] += f", {count(planned.active_parameters)} of them active for a token"
+        rows["experts"] = _experts(model)
+    if model.mtp_num_layers is not None:
+        rows["multi-token prediction"] = (
+            f"{model.mtp_num_layers} layer{'s' * (model.mtp_num_layers > 1)} of {count(planned.mtp_parameters)} more "
+            f"parameters; {flops(planned.mtp_flops_per_token)} of the FLOPs"
+        )
+    return rows
+
+
+def _attention(model: Model) -> str:
+    heads = f"{model.num_attention_heads} heads"
+    if model.multi_latent_attention:
+        ranks = f"queries {model.q_lora_rank or model.hidden_size}, keys and values {model.kv_lora_rank}"
+        widths = f"{model.qk_head_dim} + {model.qk_pos_emb_head_dim} rotary, values {model.v_head_dim}"
+        return f"{heads} of {widths}; latent: {ranks}"
+    return f"{heads} of {model.kv_channels}, {model.num_query_groups} query groups, " + shown(
+        model.position_embedding_type
+    )
+
+
+def _experts(model: Model) -> str:
+    shared = model.moe_shared_expert_intermediate_size
+    return (
+        f"{model.num_moe_experts} of {model.moe_ffn_hidden_size:,} in {sum(model.moe_layers)} layers, "
+        f"{model.moe_router_topk} for a token{f', and shared ones of {shared:,}' if shared else ''}"
+    )
 
 
 def _batch(planned: Plan) -> dict[str, str]:

@@ -29,7 +29,10 @@ RANGES = (
         {
             "run": "seed",
             "model": "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
-            "vocab_size make_vocab_size_divisible_by max_position_embeddings rotary_base recompute_num_layers",
+            "vocab_size make_vocab_size_divisible_by max_position_embeddings rotary_base recompute_num_layers "
+            "num_moe_experts moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_topk "
+            "moe_router_num_groups moe_router_group_topk q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim "
+            "v_head_dim original_max_position_embeddings mtp_num_layers",
             "parallel": "tp pp vpp cp ep etp num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage",
             "precision": "fp8_amax_history_len loss_scale_window hysteresis",
             "data": "seq_length micro_batch_size global_batch_size vocab_size",
@@ -47,6 +50,8 @@ RANGES = (
         lambda number: number >= 0,
         "0",
         {
+            "model": "moe_router_bias_update_rate moe_aux_loss_coeff moe_z_loss_coeff mscale_all_dim "
+            "mtp_loss_scaling_factor",
             "precision": "fp8_margin",
             "data": "num_workers",
             "optimizer": "min_lr weight_decay clip_grad",
@@ -56,12 +61,19 @@ RANGES = (
         },
     ),
     Range(
+        "must be at least 1",
+        lambda number: number >= 1,
+        "1.0",
+        {"model": "rope_scaling_factor rotary_scaling_factor"},
+    ),
+    Range(
         "must be above 0",
         lambda number: number > 0,
         "",
         {
             "precision": "loss_scale initial_loss_scale min_loss_scale",
-            "model": "layernorm_epsilon init_method_std",
+            "model": "layernorm_epsilon init_method_std moe_router_topk_scaling_factor moe_expert_capacity_factor "
+            "beta_fast beta_slow mscale",
             "optimizer": "lr adam_eps muon_extra_scale_factor",
         },
     ),

@@ -40,6 +40,9 @@ REQUIREMENTS = {
     "flash_attn": Requirement(
         "flash_attn", ("flash-attn", "flash-attn-3"), "2.7", "pip install --no-build-isolation flash-attn"
     ),
+    "deep_ep": Requirement(
+        "deep_ep", ("deep-ep", "deep_ep"), "1.0", "model.moe_token_dispatcher_type=alltoall needs no DeepEP"
+    ),
     "plotly": Requirement(
         "plotly", ("plotly",), "6", "in the checkout: pip install -c constraints.txt -e '.[telemetry]'"
     ),

@@ -17,8 +17,9 @@ from typing import Any
 
 from shardwright.conf import compose
 from shardwright.conf.compose import Difference
+from shardwright.conf.keys import ResumePolicy
 from shardwright.conf.problems import Problem, RefusedError, refuse
-from shardwright.conf.schema import Config, ResumePolicy
+from shardwright.conf.schema import Config
 from shardwright.pretrain import checkpoint_store, checks, machine, provenance, ranks
 from shardwright.pretrain.checkpoint_store import Committed
 from shardwright.pretrain.folder import Attempt, RunFolder, write_atomic

@@ -15,8 +15,8 @@ from typing import NoReturn, TextIO
 from rich.console import Console
 
 from shardwright.conf import compose
+from shardwright.conf.keys import ResumePolicy
 from shardwright.conf.problems import Problem, RefusedError
-from shardwright.conf.schema import ResumePolicy
 from shardwright.pretrain import faults, guard, plan, plan_table, rank, ranks, summary
 from shardwright.pretrain.display import Display
 from shardwright.pretrain.events import EventLog, Story

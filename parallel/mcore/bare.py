@@ -76,7 +76,8 @@ def bare_step(
 
 def _forward(arguments: dict[str, Any], batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
     batch = next(batches)
-    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **arguments)
+    inputs = batch["tokens"], batch["position_ids"], None
+    losses = model(*inputs, labels=batch["labels"], loss_mask=batch["loss_mask"], **arguments)
     return losses, partial(_loss, batch)
 
 

@@ -24,7 +24,7 @@ from shardwright.conf.choices import CudaGraph
 from shardwright.conf.schema import Config
 from shardwright.data.loader import Batch
 from shardwright.parallel.layout import Layout
-from shardwright.parallel.mcore import fp8_state, optimizers, wgrad_fusion
+from shardwright.parallel.mcore import expert_losses, fp8_state, optimizers, wgrad_fusion
 from shardwright.parallel.mcore.context import own_pieces
 from shardwright.parallel.mcore.graphs import Graphs
 from shardwright.parallel.mcore.groups import Groups
@@ -51,6 +51,8 @@ class StepResult:
     """Loss scale of this update; None without fp16."""
     non_finite_ranks: tuple[int, ...] | None
     """None where loss and norm are finite; else the ranks whose own loss was not, none if it was the gradients."""
+    expert_losses: dict[str, float]
+    """Auxiliary losses of a model with experts, unweighted, by megatron-core's names; none of another."""
 
 
 class _NonFiniteNormError(Exception):
@@ -152,6 +154,7 @@ class Engine:
             updated=bool(updated),
             loss_scale=None if loss_scale is None else float(loss_scale),
             non_finite_ranks=None if finite else self._ranks_with_non_finite(own),
+            expert_losses=expert_losses.collect(self.transformer_config, self.groups, len(microbatches)),
         )
 
     def _own_pieces(self, microbatches: list[Batch]) -> list[Batch]:
@@ -276,8 +279,10 @@ class Engine:
 
     def _forward(self, batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         batch = {name: tensor.to(self.device, non_blocking=True) for name, tensor in next(batches).items()}
-        loss_BS = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **self._loss)
-        return loss_BS, partial(_token_loss, batch["loss_mask"])
+        mask_BS = batch["loss_mask"]  # the model reads it for the losses of multi-token prediction alone
+        inputs = batch["tokens"], batch["position_ids"], None
+        loss_BS = model(*inputs, labels=batch["labels"], loss_mask=mask_BS, **self._loss)
+        return loss_BS, partial(_token_loss, mask_BS)
 
     def _reduce(self, sums: torch.Tensor) -> torch.Tensor:
         """The whole batch's sums on every rank.

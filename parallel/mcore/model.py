@@ -11,7 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from shardwright.conf.schema import Config
 from shardwright.parallel.layout import Layout
 from shardwright.parallel.mcore import optimizers, wgrad_fusion
-from shardwright.parallel.mcore.layers import decoder_block_spec
+from shardwright.parallel.mcore.layers import decoder_block_spec, mtp_block_spec
 from shardwright.parallel.mcore.loss_in_chunks import loss_in_chunks
 from shardwright.parallel.mcore.translate import MegatronConfigs
 
@@ -52,6 +52,9 @@ def build_gpt(
         share_embeddings_and_output_weights=model.share_embeddings_and_output_weights,
         position_embedding_type=model.position_embedding_type.value,
         rotary_base=model.rotary_base,
+        rope_scaling=model.rope_scaling,
+        rope_scaling_factor=model.rope_scaling_factor or 1.0,
+        mtp_block_spec=mtp_block_spec(configs.transformer, device, vp_stage),
         pg_collection=groups,
     ).to(device)
     if config.execution.cross_entropy_chunks > 1 and gpt.post_process:
@@ -85,7 +88,14 @@ def build_chunks(
 def wrap_data_parallel(
     gpt: GPTModel, configs: MegatronConfigs, groups: ProcessGroupCollection, *, is_first: bool = True
 ) -> DistributedDataParallel:
-    """Give the model its gradient buffers and data-parallel reduction; those of later chunks overlap as a whole."""
+    """Give the model its gradient buffers and data-parallel reduction; those of later chunks overlap as a whole.
+
+    Routed experts are marked as such in every layout. megatron-core marks them where the ranks share them out, and then
+    has one optimizer for them and one for all else: a checkpoint of one layout would not fit the other.
+    """
+    for name, parameter in gpt.named_parameters():
+        if ".experts." in name:
+            parameter.allreduce = False
 
     def wrapped() -> DistributedDataParallel:
         return DistributedDataParallel(

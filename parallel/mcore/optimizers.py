@@ -5,8 +5,8 @@ ranks by bytes. Muon needs whole matrices: they go through its layer-wise optimi
 whole, beside a distributed optimizer with Adam for all other parameters. All of them write the same kind of checkpoint,
 one tensor a parameter, so it loads in every layout.
 
-Parameters are named as megatron-core names them, with one difference: a layer has its number in the whole model and not
-in its pipeline stage, so that a glob means the same in every layout.
+Parameters are named as megatron-core names them, with one difference: a layer or an expert has its number in the whole
+model and not on its rank, so that a glob means the same in every layout.
 """
 
 import difflib
@@ -41,6 +41,9 @@ from shardwright.parallel.mcore import torch_adam, torch_sgd
 
 NUM_NEAR = 3
 """Names that are told where a glob matches nothing."""
+
+_EXPERT = re.compile(r"(?<=\.experts\.)(local_experts\.|linear_fc[12]\.(?:weight|bias))(\d+)")
+"""The number of an expert on its rank: in megatron-core's local layers, and in Transformer Engine's grouped ones."""
 
 _CHOSEN_AT_IMPORT = {
     mcore_optimizer: ("Adam", "SGD", "USING_PYTORCH_OPTIMIZER"),
@@ -132,16 +135,20 @@ def build(
     overrides = _config_overrides(optimizer_config, config.optimizer.overrides, names)
     optimizer = get_megatron_optimizer(optimizer_config, chunks, overrides)
     create_state(optimizer)
+    torch_adam.link(parts(optimizer))
     return optimizer, _described(config, names, overrides)
 
 
 def named_parameters(gpt: GPTModel) -> dict[str, torch.nn.Parameter]:
     """Every parameter of a chunk by its name in the whole model."""
+    ep = gpt.pg_collection.ep
+    first_expert = (gpt.config.num_moe_experts or 0) // ep.size() * ep.rank()
     named = {}
     for name, parameter in gpt.named_parameters():
         found = re.match(r"decoder\.layers\.(\d+)\.", name)
         number = gpt.decoder.layers[int(found[1])].layer_number - 1 if found else 0
-        named[f"decoder.layers.{number}.{name[found.end() :]}" if found else name] = parameter
+        whole = f"decoder.layers.{number}.{name[found.end() :]}" if found else name
+        named[_EXPERT.sub(lambda match: f"{match[1]}{int(match[2]) + first_expert}", whole)] = parameter
     return named
 
 

@@ -6,7 +6,9 @@ torch's Adam keeps `step` as a tensor inside its per-parameter state. The distri
    distrib_optimizer.py:839): `create_state` makes what the first step would make;
 2. does not supply `step` when it loads a fully reshardable checkpoint (KeyError, :1223), and
 3. hands all parameters ONE `step` tensor after a load (~:1046), so that one update adds N to it and a resumed run
-   silently diverges: `mend` gives each parameter its own.
+   silently diverges: `mend` gives each parameter its own;
+4. finds no step to save where it has no parameters (:839), which is so on a pipeline stage whose layers are all dense,
+   for the optimizer of experts: `link` lets it take the step of the others, for rank 0 writes it for all ranks.
 """
 
 from typing import Any
@@ -27,6 +29,25 @@ def create_state(optimizer: torch.optim.Adam) -> None:
                 )
 
 
+def link(parts: list[Any]) -> None:
+    """Let the optimizers of a chain know each other."""
+    for part in parts:
+        part.chain = parts
+
+
+def _state_dict_without_parameters(optimizer: Any) -> dict[str, Any]:
+    """What `DistributedOptimizer.state_dict` would give if it had parameters, with the step of the chain."""
+    inner = [part.optimizer for part in optimizer.chain if getattr(part, "optimizer", None) is not None]
+    steps = [state["step"].item() for each in inner for state in each.state.values() if "step" in state]
+    step = steps[0] if steps else 0.0
+    groups = [
+        {key: value for key, value in group.items() if key != "params"} | {"step": step}
+        for group in optimizer.optimizer.state_dict()["param_groups"]
+    ]
+    scaler = {"grad_scaler": optimizer.grad_scaler.state_dict()} if optimizer.grad_scaler else {}
+    return {"optimizer": {"param_groups": groups}, **scaler}
+
+
 def mend() -> None:
     """Mend loading; idempotent, harmless with Transformer Engine's Adam, whose step is a number of the group."""
     if getattr(DistributedOptimizer, "_torch_adam_mended", False):
@@ -43,6 +64,14 @@ def mend() -> None:
             if isinstance(state.get("step"), torch.Tensor):
                 state["step"] = state["step"].clone()
 
+    state_dict = DistributedOptimizer.state_dict
+
+    def state_dict_with_step(self: Any) -> dict[str, Any]:
+        empty = isinstance(self.optimizer, torch.optim.Adam | torch.optim.SGD) and not self.optimizer.state
+        found: dict[str, Any] = _state_dict_without_parameters(self) if empty else state_dict(self)
+        return found
+
+    DistributedOptimizer.state_dict = state_dict_with_step
     DistributedOptimizer._set_main_param_and_optimizer_states = set_states_with_step
     DistributedOptimizer.load_state_dict = load_with_own_steps
     DistributedOptimizer._torch_adam_mended = True

@@ -1,7 +1,9 @@
 """From our configuration to megatron-core's three config objects; the only place that knows both sets of names."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,9 +12,11 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from shardwright.conf.choices import Activation, CrossEntropy, CudaGraph, DType, OptimizerKind, StateDType
+from shardwright.conf.choices import Activation, CrossEntropy, CudaGraph, DType, OptimizerKind, RopeType, StateDType
 from shardwright.conf.schema import Config
+from shardwright.conf.schema_model import Model
 from shardwright.parallel.layout import Layout
 from shardwright.parallel.stages import Split
 
@@ -22,7 +26,11 @@ DTYPES: dict[Enum, torch.dtype] = {
 }
 LAYERS = {"E": "embedding", "t": "decoder", "m": "mtp", "L": "loss"}
 """A letter of `parallel.stages` -> megatron-core's name of what it stands for."""
-ACTIVATIONS = {Activation.silu: F.silu, Activation.gelu: F.gelu}
+ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    Activation.silu: F.silu,
+    Activation.gelu: F.gelu,
+    Activation.gelu_tanh: partial(F.gelu, approximate="tanh"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +63,10 @@ def _transformer(config: Config, layout: Layout, device: torch.device) -> Transf
             "fp8_amax_history_len": precision.fp8_amax_history_len,
             "fp8_amax_compute_algo": precision.fp8_amax_compute_algo.value,
         }
-    return TransformerConfig(
+    kind, attention = (
+        (MLATransformerConfig, _latent(model)) if model.multi_latent_attention else (TransformerConfig, {})
+    )
+    return kind(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.ffn_hidden_size,
@@ -64,7 +75,6 @@ def _transformer(config: Config, layout: Layout, device: torch.device) -> Transf
         kv_channels=model.kv_channels,
         normalization=model.normalization.value,
         layernorm_epsilon=model.layernorm_epsilon,
-        activation_func=ACTIVATIONS[model.activation_func],
         gated_linear_unit=model.gated_linear_unit,
         add_bias_linear=model.add_bias_linear,
         add_qkv_bias=model.add_qkv_bias,
@@ -85,11 +95,16 @@ def _transformer(config: Config, layout: Layout, device: torch.device) -> Transf
         # the loss is a sum over tokens, divided once by the tokens of the whole global batch
         calculate_per_token_loss=True,
         use_cpu_initialization=not on_gpu,
+        transformer_impl="transformer_engine" if on_gpu else "local",
+        mtp_num_layers=model.mtp_num_layers,
+        **({} if model.mtp_num_layers is None else {"mtp_loss_scaling_factor": model.mtp_loss_scaling_factor}),
         **_execution(config, on_gpu=on_gpu),
         recompute_granularity=None if model.recompute_granularity is None else model.recompute_granularity.value,
         recompute_method=None if model.recompute_method is None else model.recompute_method.value,
         recompute_num_layers=model.recompute_num_layers,
         recompute_modules=list(model.recompute_modules),
+        **attention,
+        **_experts(model, on_gpu),
         **narrow,
     )
 
@@ -100,18 +115,22 @@ def _execution(config: Config, *, on_gpu: bool) -> dict[str, Any]:
     def chosen(choice: bool | None) -> bool:
         return on_gpu if choice is None else choice
 
-    execution = config.execution
+    execution, model = config.execution, config.model
     loss, layers = execution.cross_entropy, execution.cpu_offloading_num_layers
     if loss is CrossEntropy.auto:
         # Transformer Engine's takes fp32 and bf16
         fused = on_gpu and not execution.deterministic_mode and config.precision.dtype is not DType.fp16
         loss = CrossEntropy.transformer_engine if fused else CrossEntropy.unfused
+    fused_activation = model.has_fused_activation and chosen(execution.bias_activation_fusion)
+    # the fused kernel of GELU is the tanh form, which megatron-core runs under the name `F.gelu` (fused_bias_gelu.py)
+    tanh_is_fused = fused_activation and model.activation_func is Activation.gelu_tanh
     return {
         "attention_backend": AttnBackend[execution.attention_backend.name],
-        "bias_activation_fusion": chosen(execution.bias_activation_fusion),
+        "activation_func": F.gelu if tanh_is_fused else ACTIVATIONS[model.activation_func],
+        "bias_activation_fusion": fused_activation,
         "bias_dropout_fusion": chosen(execution.bias_dropout_fusion),
         "masked_softmax_fusion": False,  # megatron-core's own kernel; Transformer Engine's attention has its own
-        "apply_rope_fusion": chosen(execution.apply_rope_fusion),
+        "apply_rope_fusion": model.has_fused_rope and chosen(execution.apply_rope_fusion),
         "persist_layer_norm": on_gpu,
         "gradient_accumulation_fusion": chosen(execution.gradient_accumulation_fusion),
         "cross_entropy_loss_fusion": loss is not CrossEntropy.unfused,
@@ -141,6 +160,55 @@ def _pipeline(config: Config, layout: Layout) -> dict[str, Any]:
         # with batched communication interleaved stages have wrong gradients over gloo
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
+    }
+
+
+def _experts(model: Model, on_gpu: bool) -> dict[str, Any]:
+    """Settings of MoE layers; none for a dense model."""
+    if model.num_moe_experts is None:
+        return {}
+    dtype = model.moe_router_dtype
+    return {
+        "num_moe_experts": model.num_moe_experts,
+        "moe_layer_freq": [int(has_experts) for has_experts in model.moe_layers],
+        "moe_ffn_hidden_size": model.moe_ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
+        "moe_router_topk": model.moe_router_topk,
+        "moe_router_score_function": model.moe_router_score_function.value,
+        "moe_router_pre_softmax": model.moe_router_pre_softmax,
+        "moe_router_num_groups": model.moe_router_num_groups,
+        "moe_router_group_topk": model.moe_router_group_topk,
+        "moe_router_topk_scaling_factor": model.moe_router_topk_scaling_factor,
+        "moe_router_enable_expert_bias": model.moe_router_enable_expert_bias,
+        "moe_router_bias_update_rate": model.moe_router_bias_update_rate,
+        "moe_router_load_balancing_type": model.moe_router_load_balancing_type.value,
+        "moe_aux_loss_coeff": model.moe_aux_loss_coeff,
+        "moe_z_loss_coeff": model.moe_z_loss_coeff,
+        "moe_router_dtype": None if dtype is None else dtype.value,
+        "moe_token_dispatcher_type": model.moe_token_dispatcher_type.value,
+        "moe_expert_capacity_factor": model.moe_expert_capacity_factor,
+        "moe_pad_expert_input_to_capacity": model.moe_pad_expert_input_to_capacity,
+        "moe_token_drop_policy": model.moe_token_drop_policy.value,
+        "moe_router_padding_for_quantization": model.moe_router_padding_for_quantization,
+        # Transformer Engine's kernels
+        "moe_grouped_gemm": model.moe_grouped_gemm and on_gpu,
+        "moe_permute_fusion": model.moe_permute_fusion and on_gpu,
+        "moe_router_fusion": model.moe_router_fusion and on_gpu,
+    }
+
+
+def _latent(model: Model) -> dict[str, Any]:
+    """Settings of multi-head latent attention."""
+    plain = model.rope_type is not RopeType.yarn
+    widths = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+    yarn = ("original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    return {
+        "multi_latent_attention": True,
+        "rope_type": "rope" if plain else "yarn",
+        "rotary_base": model.rotary_base,
+        # attention divides its logits by a function of this factor, with plain positions too: 1 leaves them alone
+        "rotary_scaling_factor": 1.0 if plain else model.rotary_scaling_factor,
+        **{name: getattr(model, name) for name in (*widths, *(() if plain else yarn))},
     }
 
 

@@ -1,5 +1,6 @@
 """Engines for tests: built in a rank from config overrides, fed with given tokens."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,28 @@ def config_of(overrides: list[str], world_size: int) -> Config:
     return compose([*TINY, f"cluster.ranks={world_size}", "cluster.gpu=none", *overrides])
 
 
+def family_config(overrides: list[str], world_size: int) -> Config:
+    """A tiny sibling of a family (`model=tiny_...`) under the sequences and batches of these tests."""
+    sizes = [f"data.seq_length={SEQ_LENGTH}", f"data.global_batch_size={GLOBAL_BATCH}", "data.micro_batch_size=1"]
+    return compose([*sizes, f"cluster.ranks={world_size}", "cluster.gpu=none", *overrides])
+
+
 def engine_of(config: Config, rank: int, store: str) -> Engine:
     """Start the process groups of a rank and build its engine."""
     layout = plan.layout(config)
     world = groups.start(layout, torch.device("cpu"), rank, 60, FileStore(store, layout.world_size))
     groups.seed_everything(config.run.seed, layout, rank)
     return Engine(config, layout, world, torch.device("cpu"), rank, plan.padded_vocab_size(config.model))
+
+
+def engines_of(configs: list[Config], rank: int, store: str) -> Iterator[Engine]:
+    """An engine for each configuration, in the process groups of the first, with the weights of a new process."""
+    first = engine_of(configs[0], rank, store)
+    yield first
+    world = groups.Groups(first.groups, first.control_group)
+    for config in configs[1:]:
+        groups.seed_everything(config.run.seed, first.layout, rank)
+        yield Engine(config, first.layout, world, first.device, rank, plan.padded_vocab_size(config.model))
 
 
 def random_step(seed: int, vocab_size: int = 500, unmasked: list[int] | None = None) -> Batch:

@@ -212,9 +212,9 @@ def test_bash_completes_through_the_script(tmp_path: Path) -> None:
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m shardwright.pretrain "$@"\n')
     program.chmod(0o755)
     ask = (
-        'eval "$(shardwright completion bash)"; COMP_LINE="shardwright train model=llama3"; COMP_POINT=${#COMP_LINE}; '
+        'eval "$(shardwright completion bash)"; COMP_LINE="shardwright train model=mixtral"; COMP_POINT=${#COMP_LINE}; '
         "COMP_WORDS=($COMP_LINE); COMP_CWORD=2; compopt() { :; }; _shardwright; echo ${COMPREPLY[@]}"
     )
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     result = subprocess.run(["bash", "-c", ask], env=environ, capture_output=True, text=True, timeout=60, check=True)
-    assert result.stdout.split() == ["model=llama3_1b", "model=llama3_8b"]
+    assert result.stdout.split() == ["model=mixtral", "model=mixtral_8x22b", "model=mixtral_8x7b"]

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import inspect
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 import yaml
 
 from shardwright.conf import choices, schema
+from shardwright.conf.keys import ResumePolicy
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ("conf", "data", "parallel", "pretrain", "slurm")
@@ -157,8 +159,8 @@ def test_our_own_modules_are_imported_by_their_full_name() -> None:
 def test_every_field_of_the_schema_has_a_docstring_and_a_resume_policy(group: str) -> None:
     kind = sections()[group]
     for field in dataclasses.fields(kind):
-        assert isinstance(field.metadata.get("resume"), schema.ResumePolicy), f"{group}.{field.name}"
-    tree = ast.parse(Path(schema.__file__).read_text())
+        assert isinstance(field.metadata.get("resume"), ResumePolicy), f"{group}.{field.name}"
+    tree = ast.parse(Path(inspect.getfile(kind)).read_text())
     body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind.__name__)
     for node, below in zip(body, [*body[1:], ast.Pass()], strict=True):
         if isinstance(node, ast.AnnAssign):

@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 
 from shardwright.conf import compose
-from shardwright.pretrain import checks
+from shardwright.pretrain import checks, model_size
 from shardwright.pretrain.metrics import COLUMNS
+
+from .. import models
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+MODELS = (ROOT / "docs" / "models.md").read_text()
 RUNNING = (ROOT / "docs" / "running.md").read_text()
 
 
@@ -50,6 +53,16 @@ def test_the_table_of_resume_policies_is_the_schema_s(section: str) -> None:
     for policy, names in zip(("free", "warn", "refuse"), named, strict=True):
         expected = {name for name, own in policies.items() if own == policy}
         assert names == expected or (section == "model" and policy == "refuse" and names == {"all", "others"})
+
+
+def test_the_table_of_models_is_what_plan_counts() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| ([\d,]+) [^|]*\| (?:all |([\d,]+) [^|]*)\|$", MODELS, re.MULTILINE)
+    counted = {}
+    for choice in models.MODELS:
+        model = compose.compose([f"model={choice}"]).model
+        whole = model_size.weights(model)
+        counted[choice] = (f"{whole.total:,}", f"{whole.active(model):,}" if model.num_moe_experts else "")
+    assert {name: (total, active) for name, total, active in rows} == counted
 
 
 def test_every_group_and_every_column_of_the_metrics_is_named() -> None:

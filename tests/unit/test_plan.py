@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwright.conf.compose import compose
-from shardwright.conf.schema import Model
+from shardwright.conf.schema_model import Model
 from shardwright.parallel.stages import Split
-from shardwright.pretrain import plan
+from shardwright.pretrain import model_size, plan
 
 
 def model_of(*overrides: str) -> Model:
@@ -70,12 +70,12 @@ def test_tensor_parallel_ranks_share_matrices_and_repeat_norms() -> None:
 
 
 def test_flops_per_token_are_counted_causal() -> None:
-    assert plan.flops_per_token(model_of("model=llama3_8b"), 8192) / 1e9 == pytest.approx(51.47, abs=0.005)
+    assert model_size.flops_per_token(model_of("model=llama3_8b"), 8192) / 1e9 == pytest.approx(51.47, abs=0.005)
 
 
 def test_attention_costs_half_of_the_full_square() -> None:
     model = model_of("model=llama3_8b")
-    per_token = plan.flops_per_token(model, 4096) - plan.flops_per_token(model, 2048)
+    per_token = model_size.flops_per_token(model, 4096) - model_size.flops_per_token(model, 2048)
     full_square = 3 * 2 * (2 * 2048 * model.num_attention_heads * model.kv_channels) * model.num_layers
     assert per_token == full_square / 2
 
@@ -114,3 +114,80 @@ def test_json_names_every_ranks_place() -> None:
     place = {"rank": 3, "tp": 1, "cp": 0, "dp": 1, "pp": 0, "etp": 1, "ep": 0, "edp": 1}
     assert found["layout"]["rank_map"][3] == place
     assert (found["layout"]["dp"], found["batch"]["tokens_per_step"], found["precision"]["fp8"]) == (2, 1024, None)
+
+
+# ---- experts, latent attention, multi-token prediction ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("choice", "total", "active"),
+    [
+        ("mixtral_8x7b", 46_702_792_704, 12_879_925_248),
+        ("mixtral_8x22b", 140_620_634_112, 39_152_031_744),
+        ("qwen3_30b_a3b", 30_532_122_624, 3_353_032_704),
+        ("deepseek_v3", 671_026_404_352, 37_552_282_624),
+    ],
+)
+def test_a_token_passes_the_experts_it_is_routed_to_and_no_others(choice: str, total: int, active: int) -> None:
+    found = model_size.weights(model_of(f"model={choice}"))
+    assert (found.total, found.active(model_of(f"model={choice}"))) == (total, active)
+
+
+def test_every_part_of_experts_and_latent_attention_is_counted() -> None:
+    model = model_of("model=tiny_deepseek")
+    queries = 128 * 64 + 64 + 64 * 4 * (32 + 16)
+    keys_and_values = 128 * (32 + 16) + 32 + 32 * 4 * (32 + 24)
+    attention = queries + keys_and_values + 4 * 24 * 128
+    dense, one_expert = 3 * 128 * 384, 3 * 128 * 64
+    experts = 16 * one_expert + one_expert + 16 * 128
+    layers = 4 * (attention + 2 * 128) + dense + 3 * experts
+    assert plan.count_parameters(model) == 2 * 2048 * 128 + layers + 128
+    prediction = attention + 2 * 128 + experts + 3 * 128 + 2 * 128 * 128
+    assert model_size.multi_token_prediction(model).total == prediction
+
+
+def test_experts_are_shared_out_by_their_own_axes() -> None:
+    model = model_of("model=tiny_mixtral")
+    whole = model_size.weights(model)
+    assert whole.experts == 4 * 4 * 3 * 128 * 256
+    assert whole.per_rank(2, ep=2, etp=2) == whole.split // 2 + whole.whole + whole.experts // 4
+
+
+def test_a_token_costs_what_its_experts_cost() -> None:
+    def cost(*overrides: str) -> float:
+        return model_size.flops_per_token(model_of("model=tiny_mixtral", *overrides), 256)
+
+    one_expert = 3 * 2 * 3 * 128 * 256 * 4  # forward and backward, two operations a weight, in four layers
+    assert cost("model.moe_router_topk=3") - cost() == one_expert
+    router = 3 * 2 * 128 * 4 * 4
+    assert cost("model.num_moe_experts=8") - cost() == router
+
+
+def test_latent_attention_costs_its_own_widths() -> None:
+    model = model_of("model=tiny_deepseek")
+    longer = model_size.flops_per_token(model, 512) - model_size.flops_per_token(model, 256)
+    assert longer == 3 * 256 * 4 * (32 + 16 + 24) * 4
+
+
+def test_multi_token_prediction_is_counted_apart() -> None:
+    config = compose(["model=tiny_deepseek"])
+    planned = plan.make_plan(config)
+    model = config.model
+    without = model_of("model=tiny_deepseek", "model.mtp_num_layers=null", "model.mtp_loss_scaling_factor=null")
+    assert planned.parameters == plan.count_parameters(without)
+    assert planned.mtp_parameters > 0
+    assert planned.flops_per_token - planned.mtp_flops_per_token == model_size.flops_per_token(without, 256)
+    layer = model_size.flops_per_token(model, 256) - model_size.flops_per_token(
+        model_of("model=tiny_deepseek", "model.num_layers=3", "model.moe_layer_freq='[0,1,1]'"), 256
+    )
+    assert planned.mtp_flops_per_token == layer + 6 * (2 * 128 * 128 + 2048 * 128)
+
+
+def test_multi_token_prediction_stands_on_the_last_stage_with_the_embedding() -> None:
+    model = model_of("model=tiny_deepseek")
+    extra = model_size.multi_token_prediction(model).total
+    embedding = 2048 * 128
+    for pp, copies in ((1, 0), (2, 1), (4, 1)):
+        stages = Split(num_layers=model.num_layers, num_mtp_layers=1, pp=pp).stages()
+        total = sum(stage.total for stage in plan.stage_weights(model, stages))
+        assert total == plan.count_parameters(model) + extra + copies * embedding
