@@ -12,6 +12,8 @@ from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from shardwright.parallel.mcore.emulated import EmulatedColumnParallelLinear, EmulatedRowParallelLinear
+
 
 def local_norm(config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:
     """torch's RMSNorm or LayerNorm with the `sequence_parallel` mark on its parameters."""
@@ -30,14 +32,28 @@ class LocalSpecs(backends.LocalSpecProvider):  # type: ignore[misc]
         return local_norm
 
 
-def decoder_block_spec(config: TransformerConfig, device: torch.device) -> TransformerBlockSubmodules:
-    """Spec of the decoder block for this device."""
-    if device.type == "cuda":
+class EmulatedSpecs(LocalSpecs):
+    """The same, with linear layers whose products are emulated in a narrow format."""
+
+    def column_parallel_linear(self) -> type:
+        """The linear layer that splits its output."""
+        return EmulatedColumnParallelLinear
+
+    def row_parallel_linear(self) -> type:
+        """The linear layer that splits its input."""
+        return EmulatedRowParallelLinear
+
+
+def decoder_block_spec(
+    config: TransformerConfig, device: torch.device, *, emulated: bool = False
+) -> TransformerBlockSubmodules:
+    """Spec of the decoder block for this device; emulated layers are local ones on every device."""
+    if device.type == "cuda" and not emulated:
         return gpt_layer_specs.get_gpt_decoder_block_spec(
             config, use_transformer_engine=True, normalization=config.normalization
         )
     # get_gpt_layer_local_submodules() finds both by their module-global names (gpt_layer_specs.py:359, 0.19.2)
-    gpt_layer_specs.LocalSpecProvider = LocalSpecs
+    gpt_layer_specs.LocalSpecProvider = EmulatedSpecs if emulated else LocalSpecs
     gpt_layer_specs.LNImpl = local_norm
     return gpt_layer_specs.get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization
