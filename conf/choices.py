@@ -314,3 +314,12 @@ class CudaGraph(Enum):
     """Every layer, recorded by Transformer Engine."""
     full_iteration = "full_iteration"
     """Forward and backward of all micro-batches of a step."""
+
+
+class PrecisionBackend(Enum):
+    """Who computes in a narrow format."""
+
+    transformer_engine = "transformer_engine"
+    """Transformer Engine, on a GPU with units for the recipe."""
+    emulated = "emulated"
+    """The same arithmetic by plain torch operations, on any device: slow, to study a recipe and to check it."""

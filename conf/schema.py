@@ -29,6 +29,7 @@ from shardwright.conf.choices import (
     NonFinite,
     OptimizerKernel,
     OptimizerKind,
+    PrecisionBackend,
     ResumeMode,
     StateDType,
     WeightDecayIncrStyle,
@@ -106,6 +107,8 @@ class Precision:
     """Format of parameters and activations; the optimizer's main weights are fp32 always."""
     grad_reduce_in_fp32: bool = key(resume="warn")
     """Accumulate and reduce gradients in fp32."""
+    backend: PrecisionBackend = key(resume="warn")
+    """Who computes in FP8 and FP4."""
     fp8: Fp8Format | None = key(resume="warn")
     """FP8 format of the GEMMs of the transformer layers; null for none. Needs Transformer Engine and an FP8 GPU."""
     fp8_recipe: Fp8Recipe = key(resume="warn")

@@ -197,6 +197,7 @@ CONFIG_RULES = (
     checks_execution.loss_kernel_takes_the_format,
     checks_execution.kernels_need_a_gpu,
     checks_fp8.one_narrow_format,
+    checks_fp8.emulation_has_something_to_do,
     checks_fp8.narrow_formats_run_on_bf16,
     checks_fp8.recipe_suits_the_cluster,
     checks_fp8.shapes_are_multiples,

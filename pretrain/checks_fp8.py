@@ -6,7 +6,7 @@ Transformer Engine); here such a run is refused.
 
 from collections.abc import Iterator
 
-from shardwright.conf.choices import DType, GpuKind
+from shardwright.conf.choices import DType, GpuKind, PrecisionBackend
 from shardwright.conf.problems import Problem
 from shardwright.conf.schema import Config
 from shardwright.conf.schema_model import Model
@@ -40,9 +40,21 @@ def recipe_of(config: Config) -> str | None:
     return None if precision.fp8 is None else precision.fp8_recipe.name
 
 
+def is_emulated(config: Config) -> bool:
+    """Whether no hardware is asked for a narrow format."""
+    return config.precision.backend is PrecisionBackend.emulated
+
+
+def emulation_has_something_to_do(config: Config) -> Iterator[Problem]:
+    if is_emulated(config) and recipe_of(config) is None:
+        rule = "emulates a narrow format, and precision.fp8 and precision.fp4 are null"
+        remedy = "precision=fp8_delayed precision.backend=emulated works"
+        yield Problem(key="precision.backend", value="emulated", rule=rule, remedy=remedy)
+
+
 def narrow_formats_run_on_bf16(config: Config) -> Iterator[Problem]:
     recipe, dtype = recipe_of(config), config.precision.dtype
-    if recipe is not None and dtype is not DType.bf16:
+    if recipe is not None and dtype is not DType.bf16 and not is_emulated(config):
         rule = f"runs on top of precision.dtype=bf16, not {dtype.name}"
         yield Problem(key="precision", value=recipe, rule=rule, remedy="precision.dtype=bf16 works")
 
@@ -57,13 +69,13 @@ def one_narrow_format(config: Config) -> Iterator[Problem]:
 
 def recipe_suits_the_cluster(config: Config) -> Iterator[Problem]:
     recipe, gpu = recipe_of(config), config.cluster.gpu
-    if recipe is None:
+    if recipe is None or is_emulated(config):
         return
     if gpu is GpuKind.none:
         able = "|".join(device.name for device, has in CAPABILITIES.items() if has >= RECIPES[recipe])
         rule, remedy = (
             "needs a GPU with such units, and cluster.gpu=none",
-            f"precision=bf16, or cluster.gpu=auto|{able}",
+            f"precision=bf16, or cluster.gpu=auto|{able}, or precision.backend=emulated",
         )
         yield Problem(key="precision", value=recipe, rule=rule, remedy=remedy)
     elif gpu in CAPABILITIES:
@@ -82,7 +94,7 @@ def _too_old(recipe: str, gpu: str, capability: tuple[int, int]) -> Iterator[Pro
 
 def shapes_are_multiples(config: Config) -> Iterator[Problem]:
     model, tp, data = config.model, config.parallel.tp, config.data
-    if recipe_of(config) is None or min(tp, config.parallel.cp) < 1:
+    if recipe_of(config) is None or is_emulated(config) or min(tp, config.parallel.cp) < 1:
         return
     width_step = WIDTH * 2 if recipe_of(config) in ("mxfp8", "nvfp4") else WIDTH
     for key, widths, split, step in (
@@ -127,7 +139,7 @@ def _attention_widths(model: Model, tp: int, step: int) -> Iterator[tuple[str, t
 
 def gpus_compute_the_recipe(config: Config, machine: Machine) -> Iterator[Problem]:
     recipe = recipe_of(config)
-    if recipe is None or config.cluster.gpu is GpuKind.none:
+    if recipe is None or is_emulated(config) or config.cluster.gpu is GpuKind.none:
         return
     if config.cluster.gpu is GpuKind.auto and not machine.gpus:
         rule = "needs a GPU with such units, and this machine shows none"

@@ -25,6 +25,7 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from shardwright.parallel.mcore.context import ContextAttention
+from shardwright.parallel.mcore.emulated import EmulatedColumnParallelLinear, EmulatedRowParallelLinear
 
 
 def local_norm(config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> torch.nn.Module:
@@ -91,15 +92,30 @@ class LocalSpecs(backends.LocalSpecProvider):  # type: ignore[misc]
         return LocalAttention
 
 
+class EmulatedSpecs(LocalSpecs):
+    """The same, with linear layers whose products are emulated in a narrow format."""
+
+    def column_parallel_linear(self) -> type:
+        """The linear layer that splits its output."""
+        return EmulatedColumnParallelLinear
+
+    def row_parallel_linear(self) -> type:
+        """The linear layer that splits its input."""
+        return EmulatedRowParallelLinear
+
+
 def decoder_block_spec(
-    config: TransformerConfig, device: torch.device, vp_stage: int | None = None
+    config: TransformerConfig, device: torch.device, vp_stage: int | None = None, *, emulated: bool = False
 ) -> TransformerBlockSubmodules:
-    """Spec of the decoder block for this device; of one model chunk where a pipeline rank has several."""
-    if device.type == "cuda":
+    """Spec of the decoder block for this device; of one model chunk where a pipeline rank has several.
+
+    Emulated layers are local ones on every device.
+    """
+    if device.type == "cuda" and not emulated:
         return gpt_layer_specs.get_gpt_decoder_block_spec(
             config, use_transformer_engine=True, normalization=config.normalization, vp_stage=vp_stage
         )
-    _use_local_modules()
+    _use_local_modules(emulated)
     block = gpt_layer_specs.get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
     )
@@ -107,23 +123,23 @@ def decoder_block_spec(
 
 
 def mtp_block_spec(
-    config: TransformerConfig, device: torch.device, vp_stage: int | None = None
+    config: TransformerConfig, device: torch.device, vp_stage: int | None = None, *, emulated: bool = False
 ) -> MultiTokenPredictionBlockSubmodules | None:
     """Spec of the layers of multi-token prediction, which are made as the last layer is; None without them."""
     if config.mtp_num_layers is None:
         return None
-    on_gpu = device.type == "cuda"
+    on_gpu = device.type == "cuda" and not emulated
     if not on_gpu:
-        _use_local_modules()
+        _use_local_modules(emulated)
     # of all stages: this one may have no layer of the decoder
     last = gpt_layer_specs.get_gpt_decoder_layer_specs(config, on_gpu, config.normalization)[-1]
     layer = last if on_gpu else _named(last, config)
     return gpt_layer_specs.get_gpt_mtp_block_spec(config, layer, use_transformer_engine=on_gpu, vp_stage=vp_stage)
 
 
-def _use_local_modules() -> None:
+def _use_local_modules(emulated: bool) -> None:
     """Put ours in the place of megatron-core's, which finds them by their module-global names."""
-    gpt_layer_specs.LocalSpecProvider = LocalSpecs
+    gpt_layer_specs.LocalSpecProvider = EmulatedSpecs if emulated else LocalSpecs
     gpt_layer_specs.LNImpl = local_norm
     gpt_layer_specs.MLASelfAttention = LocalLatentAttention
     token_dispatcher.maybe_move_tensor_to_cpu = _splits_on_cpu

@@ -11,6 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from shardwright.conf.schema import Config
 from shardwright.parallel.layout import Layout
 from shardwright.parallel.mcore import optimizers, wgrad_fusion
+from shardwright.parallel.mcore.emulated import attach, is_emulated
 from shardwright.parallel.mcore.layers import decoder_block_spec, mtp_block_spec
 from shardwright.parallel.mcore.loss_in_chunks import loss_in_chunks
 from shardwright.parallel.mcore.translate import MegatronConfigs
@@ -40,9 +41,10 @@ def build_gpt(
     if configs.transformer.gradient_accumulation_fusion:
         wgrad_fusion.install()
     model, pp_rank = config.model, layout.coordinates(rank).pp
+    emulated = is_emulated(config.precision)
     gpt = GPTModel(
         config=configs.transformer,
-        transformer_layer_spec=decoder_block_spec(configs.transformer, device, vp_stage),
+        transformer_layer_spec=decoder_block_spec(configs.transformer, device, vp_stage, emulated=emulated),
         vocab_size=padded_vocab_size,
         max_sequence_length=model.max_position_embeddings,
         pre_process=pp_rank == 0 and vp_stage in (None, 0),
@@ -54,9 +56,11 @@ def build_gpt(
         rotary_base=model.rotary_base,
         rope_scaling=model.rope_scaling,
         rope_scaling_factor=model.rope_scaling_factor or 1.0,
-        mtp_block_spec=mtp_block_spec(configs.transformer, device, vp_stage),
+        mtp_block_spec=mtp_block_spec(configs.transformer, device, vp_stage, emulated=emulated),
         pg_collection=groups,
     ).to(device)
+    if emulated:
+        attach(gpt, config.precision, groups, device)
     if config.execution.cross_entropy_chunks > 1 and gpt.post_process:
         # a checkpointed piece sees its weight without the gradient buffer that fusion would add to
         gpt.output_layer.gradient_accumulation_fusion = False

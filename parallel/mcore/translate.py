@@ -14,7 +14,16 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from shardwright.conf.choices import Activation, CrossEntropy, CudaGraph, DType, OptimizerKind, RopeType, StateDType
+from shardwright.conf.choices import (
+    Activation,
+    CrossEntropy,
+    CudaGraph,
+    DType,
+    OptimizerKind,
+    PrecisionBackend,
+    RopeType,
+    StateDType,
+)
 from shardwright.conf.schema import Config
 from shardwright.conf.schema_model import Model
 from shardwright.parallel.layout import Layout
@@ -53,9 +62,10 @@ def _transformer(config: Config, layout: Layout, device: torch.device) -> Transf
     model, precision = config.model, config.precision
     dtype, on_gpu = DTYPES[precision.dtype], device.type == "cuda"
     narrow: dict[str, Any] = {}
-    if precision.fp4 is not None:
+    is_hardware = precision.backend is PrecisionBackend.transformer_engine
+    if precision.fp4 is not None and is_hardware:
         narrow = {"fp4": precision.fp4.value}
-    if precision.fp8 is not None:
+    if precision.fp8 is not None and is_hardware:
         narrow = {
             "fp8": precision.fp8.value,
             "fp8_recipe": precision.fp8_recipe.value,
