@@ -4,6 +4,7 @@ Policy (folders, commit, retention, what to resume from) lives in `pretrain/chec
 megatron-core. The optimizer's format is `fully_reshardable`, which loads in any other layout.
 """
 
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -14,31 +15,65 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.dist_checkpointing.serialization import load_common_state_dict, load_sharded_metadata
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 from shardwright.parallel.mcore import optimizers, safe_load
 from shardwright.parallel.mcore.engine import Engine
+from shardwright.parallel.mcore.shard_writer import ShardWriters
+
+MAX_FILES, FILE_BYTES = 4, 1 << 30
+"""A rank writes a file for each of so many bytes that fall to it, all at once, but no more files than this."""
 
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
-def save(engine: Engine, folder: Path) -> None:
+def save(engine: Engine, folder: Path) -> dict[str, str]:
     """Write this rank's shards into `folder`, which exists and is empty.
+
+    Returns:
+        SHA-256 of this rank's files.
+
+    Raises:
+        OSError: a file of this rank could not be written.
 
     Collective: every rank calls it; returns when all ranks have written and synced their files.
     """
+    writers = begin_save(engine, folder)
+    writers.wait()
+    failure = writers.failure()
+    if failure is not None:
+        raise OSError(failure)
+    dist.barrier()
+    return writers.finish()
+
+
+def begin_save(engine: Engine, folder: Path) -> ShardWriters:
+    """Copy what falls to this rank and begin to write it into `folder`, which exists and is empty.
+
+    Collective: every rank calls it; training may go on as soon as it returns.
+    """
     engine.gather_parameters()
-    # one manager process for the writers' results, forked: spawning one costs seconds per run
-    filesystem_async.get_write_results_queue("fork")
-    strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(), engine.groups.dp_cp)
-    dist_checkpointing.save(
-        _sharded_state(engine, is_loading=False, with_rng=True),
-        str(folder),
-        sharded_strategy=strategy,
-        content_metadata=dict(_METADATA),
+    strategy = TorchDistSaveShardedStrategy(thread_count=_num_files(engine))
+    parallel = FullyParallelSaveStrategyWrapper(strategy, engine.groups.dp_cp)
+    return ShardWriters(
+        lambda: dist_checkpointing.save(
+            _sharded_state(engine, is_loading=False, with_rng=True),
+            str(folder),
+            sharded_strategy=parallel,
+            content_metadata=dict(_METADATA),
+            async_sharded_save=True,
+            async_strategy="mcore",
+        )
     )
+
+
+def _num_files(engine: Engine) -> int:
+    """Files that this rank writes at once: by what falls to it, and by the cores that it has."""
+    memory = engine.memory()
+    num_bytes = memory["weights_bytes"] // engine.layout.dp + memory["optimizer_bytes"]
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(MAX_FILES, cores, num_bytes // FILE_BYTES))
 
 
 def load(engine: Engine, folder: Path, *, with_rng: bool) -> None:
