@@ -101,6 +101,17 @@ def bench(options: argparse.Namespace) -> int:
     return bench.bench_step(options.overrides, how, multirun=options.multirun)
 
 
+def checkpoint(options: argparse.Namespace) -> int:
+    """Look at checkpoints without loading them."""
+    from shardwright.pretrain import checkpoint_report as report
+
+    path = Path(options.path)
+    if options.what == "list":
+        return report.show_list(path, as_json=options.json, show=print)
+    show = report.show_one if options.what == "inspect" else report.show_verified
+    return show(path, options.step, as_json=options.json, show=print)
+
+
 def completion(options: argparse.Namespace) -> int:
     """Print the completion script of a shell, or answer its query."""
     from shardwright.pretrain import completion
@@ -217,6 +228,14 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _checkpoint_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", choices=["list", "inspect", "verify"], help="verify reads and digests every byte")
+    parser.add_argument("path", metavar="PATH", help="a run's folder, its checkpoints' folder, or one checkpoint")
+    parser.add_argument("--step", type=int, metavar="N", help="inspect or verify this step alone")
+    parser.add_argument("--json", action="store_true", help="print all that is known as JSON")
+    parser.epilog = "exit codes: 0 all that was looked at is well, 2 there is no checkpoint, 4 verify found damage"
+
+
 def _at_least(least: int) -> Callable[[str], int]:
     def number(text: str) -> int:
         if int(text) < least:
@@ -265,6 +284,7 @@ COMMANDS = {
     "train": Command("Train here: starts its own ranks, or is a rank of torchrun or srun.", _train_options, train),
     "plan": Command("Print layout, sizes and FLOPs of a configuration, on any machine.", _plan_options, plan),
     "bench": Command("Measure the speed of the training step, also against bare megatron-core.", _bench_options, bench),
+    "checkpoint": Command("List, inspect or verify the checkpoints of a run.", _checkpoint_options, checkpoint),
     "completion": Command("Print the completion script of a shell.", _completion_options, completion),
 }
 """All commands, in the order of `--help`."""
