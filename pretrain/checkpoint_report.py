@@ -121,8 +121,12 @@ def show_list(path: Path, *, as_json: bool, show: Callable[[str], None]) -> int:
     return 0
 
 
-def show_one(path: Path, step: int | None, *, as_json: bool, show: Callable[[str], None]) -> int:
-    """All that is known of one checkpoint: of `step`, else the newest whole one, else the newest."""
+def choose(path: Path, step: int | None) -> Entry:
+    """One of what there is: that of `step`, else the newest whole one, else the newest.
+
+    Raises:
+        RefusedError: there is none, or none of that step.
+    """
     found = entries(path)
     fitting = [entry for entry in found if step is None or entry.step == step]
     if not fitting:
@@ -130,7 +134,12 @@ def show_one(path: Path, step: int | None, *, as_json: bool, show: Callable[[str
         raise RefusedError(
             [Problem(key="--step", value=step, rule=f"{path} has no such step", remedy=f"it has {there}")]
         )
-    entry = ([entry for entry in fitting if entry.state == "whole"] or fitting)[-1]
+    return ([entry for entry in fitting if entry.state == "whole"] or fitting)[-1]
+
+
+def show_one(path: Path, step: int | None, *, as_json: bool, show: Callable[[str], None]) -> int:
+    """All that is known of one checkpoint: of `step`, else the newest whole one, else the newest."""
+    entry = choose(path, step)
     files = {name: (Path(entry.path) / name).stat().st_size for name in checkpoint_store.files(Path(entry.path))}
     if as_json:
         show(json.dumps({**asdict(entry), "files": files}, indent=1))

@@ -214,6 +214,9 @@ def supersede(root: Path, loaded_step: int, attempt: int) -> list[Path]:
     """Put checkpoints newer than the loaded step aside, so that the next start does not jump back to them."""
     whole, damaged = survey(root)
     renamed = []
+    if whole and whole[-1].step > loaded_step:
+        stay = [checkpoint.path.name for checkpoint in whole if checkpoint.step <= loaded_step]
+        write_atomic(root / "latest", f"{stay[-1]}\n" if stay else "")
     standing: list[Committed | Damaged] = [*whole, *damaged]
     for path in [other.path for other in standing if other.step > loaded_step]:
         aside = root / f"superseded_by_attempt_{attempt:03d}_{path.name}"

@@ -21,7 +21,7 @@ OPTIONS = {
     "checkpoint": ("--help", "--json", "--step"),
     "completion": ("bash", "fish", "zsh"),
 }
-FIRST_WORDS = {"bench": ("step",), "checkpoint": ("inspect", "list", "verify")}
+FIRST_WORDS = {"bench": ("step",), "checkpoint": ("export", "import", "inspect", "list", "verify")}
 """What must follow a command."""
 SCRIPTS = {
     "bash": """\

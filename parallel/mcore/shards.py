@@ -25,7 +25,7 @@ from shardwright.parallel.mcore.shard_writer import ShardWriters
 MAX_FILES, FILE_BYTES = 4, 1 << 30
 """A rank writes a file for each of so many bytes that fall to it, all at once, but no more files than this."""
 
-_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
 def save(engine: Engine, folder: Path) -> dict[str, str]:
@@ -61,7 +61,7 @@ def begin_save(engine: Engine, folder: Path) -> ShardWriters:
             _sharded_state(engine, is_loading=False, with_rng=True),
             str(folder),
             sharded_strategy=parallel,
-            content_metadata=dict(_METADATA),
+            content_metadata=dict(METADATA),
             async_sharded_save=True,
             async_strategy="mcore",
         )
@@ -79,6 +79,8 @@ def _num_files(engine: Engine) -> int:
 def load(engine: Engine, folder: Path, *, with_rng: bool) -> None:
     """Load weights and optimizer state of any layout; RNG states too where the layout is the same.
 
+    A checkpoint that was made of somebody else's weights has weights alone: then the optimizer begins anew from them.
+
     Args:
         engine: a newly built engine.
         folder: a committed checkpoint.
@@ -90,23 +92,28 @@ def load(engine: Engine, folder: Path, *, with_rng: bool) -> None:
     Collective: every rank calls it.
     """
     safe_load.harden()
-    optimizers.refuse_foreign_state(
-        engine.config, engine.optimizer, load_common_state_dict(str(folder)).get("optimizer", {})
-    )
+    common = load_common_state_dict(str(folder))
     wanted = _sharded_state(engine, is_loading=True, with_rng=with_rng)
+    if "optimizer" in common:
+        optimizers.refuse_foreign_state(engine.config, engine.optimizer, common["optimizer"])
+    else:
+        wanted = {"model": wanted["model"]}
     without = _leave_out_missing_fp8_state(wanted["model"], folder)
     state = dist_checkpointing.load(wanted, str(folder))
     missing, unexpected = engine.model.module.load_state_dict(state["model"], strict=False)
     if unexpected or set(missing) - without:
         raise RuntimeError(f"{folder} does not fit the model: missing {missing}, unexpected {unexpected}")
+    if "optimizer" not in common:
+        engine.optimizer.reload_model_params()
+        return
     optimizers.load_state(engine.optimizer, state["optimizer"])
     if with_rng:
         set_rng_state(state["rng"])
 
 
 def _sharded_state(engine: Engine, *, is_loading: bool, with_rng: bool) -> dict[str, Any]:
-    model = engine.model.module.sharded_state_dict(metadata=dict(_METADATA))
-    optimizer = engine.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=dict(_METADATA))
+    model = engine.model.module.sharded_state_dict(metadata=dict(METADATA))
+    optimizer = engine.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=dict(METADATA))
     state = {"model": model, "optimizer": optimizer}
     if with_rng:
         state["rng"] = ShardedObject("rng", get_rng_state(), (dist.get_world_size(),), (dist.get_rank(),))
