@@ -87,19 +87,22 @@ def load(engine: Engine, folder: Path, *, with_rng: bool) -> None:
         with_rng: restore every rank's RNG; only for the layout that saved it.
 
     Raises:
-        RefusedError: another optimizer wrote it, or other parameter groups.
+        RefusedError: another optimizer wrote it, or other parameter groups; it imports what none needs.
 
     Collective: every rank calls it.
     """
     safe_load.harden()
-    common = load_common_state_dict(str(folder))
+    with safe_load.refusing(folder):
+        safe_load.read_metadata(folder)  # torch would say of a refusal that there is no metadata
+        common = load_common_state_dict(str(folder))
     wanted = _sharded_state(engine, is_loading=True, with_rng=with_rng)
     if "optimizer" in common:
         optimizers.refuse_foreign_state(engine.config, engine.optimizer, common["optimizer"])
     else:
         wanted = {"model": wanted["model"]}
-    without = _leave_out_missing_fp8_state(wanted["model"], folder)
-    state = dist_checkpointing.load(wanted, str(folder))
+    with safe_load.refusing(folder):
+        without = _leave_out_missing_fp8_state(wanted["model"], folder)
+        state = dist_checkpointing.load(wanted, str(folder))
     missing, unexpected = engine.model.module.load_state_dict(state["model"], strict=False)
     if unexpected or set(missing) - without:
         raise RuntimeError(f"{folder} does not fit the model: missing {missing}, unexpected {unexpected}")

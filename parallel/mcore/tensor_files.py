@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from shardwright.parallel.mcore.safe_load import MetadataUnpickler
+from shardwright.parallel.mcore import safe_load
 
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)\.(.+)")
 
@@ -41,8 +41,7 @@ class TensorReader:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        with (folder / ".metadata").open("rb") as file:
-            self._metadata = MetadataUnpickler(file).load()
+        self._metadata = safe_load.read_metadata(folder)
 
     def read(self, name: str) -> torch.Tensor:
         """The whole tensor `name`, in the number format in which it was saved.
