@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import CheckpointException, default_planner, filesystem
+from torch.distributed.checkpoint import default_planner, filesystem
 from torch.distributed.checkpoint._nested_dict import (  # type: ignore[attr-defined]
     set_element,
 )
+from torch.distributed.checkpoint.api import CheckpointException
 
 from shardwright.conf.problems import Problem, RefusedError
 
