@@ -52,13 +52,19 @@ class _Digested:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._digest = file, hashlib.sha256()
+        self.error: OSError | None = None
+        """Why a write failed; torch raises something else, about the position that it then does not find."""
 
     def write(self, content: Any) -> int:
         view = memoryview(content).cast("B")
         for start in range(0, len(view), _CHUNK_BYTES):
             chunk = view[start : start + _CHUNK_BYTES]
             self._digest.update(chunk)
-            self._file.write(chunk)
+            try:
+                self._file.write(chunk)
+            except OSError as error:
+                self.error = error
+                raise
         return len(view)
 
     def tell(self) -> int:
@@ -174,9 +180,10 @@ def _write(bucket: Any, transforms: Any, shared: int) -> None:
     started = time.monotonic()
     path, name, (objects, tensors) = bucket
     results, digest, error = [], "", None
+    stream: Any = None
     try:
         with Path(path).open("wb") as file:
-            stream: Any = _Digested(file)
+            stream = _Digested(file)
             for item, data in (*objects, *tensors):
                 results.append(_write_item(transforms, stream, data, item, name, SerializationFormat.TORCH_SAVE))
             file.flush()
@@ -184,7 +191,7 @@ def _write(bucket: Any, transforms: Any, shared: int) -> None:
             digest = stream.hexdigest()
     except Exception as failure:
         traceback.print_exc()
-        error = str(failure)
+        error = str((stream and stream.error) or failure)
     written = Written(name, digest, results, time.monotonic() - started, error)
     with os.fdopen(shared, "wb") as left:
         left.write(pickle.dumps(written))
