@@ -4,7 +4,7 @@ SHELL := bash
 .ONESHELL:
 .SUFFIXES:
 .DEFAULT_GOAL := help
-.PHONY: .venv quickstart test test-all check lint typecheck slurm-deps constraints clean help
+.PHONY: .venv quickstart test test-all torture check lint typecheck slurm-deps constraints clean help
 
 # Other choices: make PYTHON=/path/to/python3.12 EXTRAS=dev
 PYTHON ?=
@@ -63,6 +63,10 @@ test: .venv/.installed ## all tests that fit this machine
 
 test-all: .venv/.installed ## the slow ones too
 	@.venv/bin/python tests/run_sections.py --all
+
+KILLS ?= 100
+torture: .venv/.installed ## kill a run of two ranks a hundred times at random moments (KILLS=100); half an hour
+	@OMP_NUM_THREADS=1 TORTURE_KILLS=$(KILLS) .venv/bin/python -m pytest --no-header -s tests/distributed/test_torture.py
 
 check: lint typecheck ## lint and typecheck
 

@@ -278,6 +278,15 @@ class ResumeMode(Enum):
     """Refuse to start if there is one: a new run wants a new folder."""
 
 
+class Fallback(Enum):
+    """What a damaged checkpoint leads to."""
+
+    previous = "previous"
+    """Tell what is damaged and continue from the newest one before it that is whole."""
+    stop = "stop"
+    """Tell what is damaged and do not start."""
+
+
 class AttentionBackend(Enum):
     """Which kernel of Transformer Engine computes attention, by megatron-core's names."""
 

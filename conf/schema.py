@@ -16,6 +16,7 @@ from shardwright.conf.choices import (
     CudaGraph,
     DataSource,
     DType,
+    Fallback,
     Fp4Format,
     Fp8Format,
     Fp8Recipe,
@@ -310,14 +311,22 @@ class Checkpoint:
 
     save_interval: int = key(resume="free")
     """Save every this many steps; the last step is saved always. 0 saves at the end alone."""
+    async_save: bool = key(resume="free")
+    """Train on while another process writes; training waits for the copy to host memory alone."""
     keep_last: int = key(resume="free")
-    """Committed checkpoints that stay on disk; at least 1."""
+    """Newest committed checkpoints that stay on disk; at least 1."""
+    keep_every: int = key(resume="free")
+    """Checkpoints of steps that are multiples of this stay too; 0 keeps none for it."""
+    keep_best: int = key(resume="free")
+    """As many checkpoints with the lowest validation loss, of those saved right after an evaluation, stay too."""
     resume: ResumeMode = key(resume="free")
     """Continue from this run's own newest committed checkpoint."""
     load: str | None = key(resume="free")
     """Folder of another run, or of one checkpoint, that a run without own checkpoints starts from."""
     load_step: int | None = key(resume="free")
     """Load exactly this step instead of the newest."""
+    fallback: Fallback = key(resume="free")
+    """What a damaged checkpoint leads to, where no step was asked for."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -165,7 +165,7 @@ def _measure(planned: Plan, folder: RunFolder, loop: str, options: Options, devi
     with folder.lock() as lock:
         if not folder.config.exists():
             folder.freeze(text, [])
-        told: dict[str, Any] = {"launcher": "own", "device": device, "load": None, "loop": loop}
+        told: dict[str, Any] = {"launcher": "own", "device": device, "load": [], "loop": loop}
         told |= {"warmup": options.warmup, "steps": options.steps, "trace": options.trace if loop == "ours" else None}
         attempt, stops = folder.new_attempt(text, told), []
         outcome = launch(

@@ -111,7 +111,7 @@ def _bare(context: RankContext) -> _Subject:
     from shardwright.data.source import Source
     from shardwright.parallel.mcore.bare import bare_step
     from shardwright.parallel.mcore.datasets import gpt_epoch
-    from shardwright.pretrain.run import connect
+    from shardwright.pretrain.run import connect, meet
 
     position, batch, num_steps = DataPosition(), plan.batch, config.schedule.train_iters
     sizes = BatchSizes.of(config.data)
@@ -127,7 +127,7 @@ def _bare(context: RankContext) -> _Subject:
         num_steps=num_steps,
     )
     on_device = [[{name: value.to(device) for name, value in each.items()} for each in step] for step in loaded]
-    groups = connect(context, plan.layout, device)
+    groups = connect(context, plan.layout, device, meet(context))
     train_step = bare_step(config, plan.layout, groups.model, device, env.rank, plan.padded_vocab_size)
     upcoming, sums = iter(on_device), []
 

@@ -1,35 +1,37 @@
-"""Policy of checkpoints on disk: what is whole, how one is committed, which stay, which one a run continues from.
+"""Checkpoints on disk: what is whole, how one is committed, which stay.
 
 A checkpoint is written into a temporary folder beside the final ones. Manifest (every file with its size and SHA-256)
-and marker are written and synced INSIDE it; then one rename commits it and the parent folder is synced. So a folder
-named `step_00000100` is whole or does not exist, whenever a kill comes. The file `latest` is a hint for people;
-nothing reads it. Removal renames first and deletes then, for the same reason.
+and marker (with the manifest's own SHA-256) are written and synced INSIDE it; then one rename commits it and the parent
+folder is synced. So a folder named `step_00000100` is whole or does not exist, whenever a kill comes, and there is no
+byte in it that nothing vouches for. The file `latest` is a hint for people; nothing reads it. Removal renames first and
+deletes then, for the same reason.
 
-No torch here: the launcher decides what to resume from before any rank exists. The bytes: `parallel/mcore/shards.py`.
+No torch here: the launcher decides what to resume from before any rank exists (`checkpoint_choice`). Contents are
+compared with the digests by the ranks, in parallel (`checkpoint_integrity`). The bytes: `parallel/mcore/shards.py`.
 """
 
 import hashlib
 import json
 import re
 import shutil
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwright.conf.choices import ResumeMode
-from shardwright.conf.problems import Problem, RefusedError
-from shardwright.conf.schema import Checkpoint
 from shardwright.data.cache import flush
 from shardwright.pretrain.folder import write_atomic
 
-MANIFEST, MARKER, TRAINER = "manifest.json", "COMMITTED", "trainer.json"
+MANIFEST, MARKER, TRAINER, CONFIG = "manifest.json", "COMMITTED", "trainer.json", "config.yaml"
+FORMAT_VERSION = 2
+"""Of the manifest: 1 had no digest of it in the marker."""
 _STEP_FOLDER = re.compile(r"step_(\d{8,})")
 _TEMPORARY, _REMOVED = ".writing_", ".removing_"
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A whole checkpoint on disk."""
+    """A checkpoint that is whole by marker, manifest and sizes."""
 
     step: int
     path: Path
@@ -37,7 +39,19 @@ class Committed:
     @property
     def num_bytes(self) -> int:
         """Size of all files by the manifest."""
-        return sum(entry["bytes"] for entry in _manifest_files(self.path).values())
+        return sum(entry["bytes"] for entry in manifest(self.path).values())
+
+
+@dataclass(frozen=True, slots=True)
+class Damaged:
+    """A folder that is named like a checkpoint and is not whole."""
+
+    step: int
+    path: Path
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path.name} ({self.reason})"
 
 
 def step_folder(root: Path, step: int) -> Path:
@@ -45,122 +59,73 @@ def step_folder(root: Path, step: int) -> Path:
     return root / f"step_{step:08d}"
 
 
+def step_of(path: Path) -> int | None:
+    """The step that a folder's name says; None for other names."""
+    match = _STEP_FOLDER.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
 def damage(path: Path) -> str | None:
-    """Why a checkpoint folder is not whole, by marker, manifest and file sizes; None where it is."""
-    if not (path / MARKER).is_file():
-        return f"no marker {MARKER}: it was never committed"
+    """Why a checkpoint folder is not whole, by marker, manifest, names and sizes; None where it is."""
     try:
-        files = _manifest_files(path)
-    except (OSError, ValueError, KeyError) as error:
+        marker = (path / MARKER).read_bytes()
+    except FileNotFoundError:
+        return f"no marker {MARKER}: it was never committed"
+    except OSError as error:
+        return f"{MARKER} cannot be read ({error})"
+    try:
+        content = (path / MANIFEST).read_bytes()
+        told = json.loads(content)
+        step, listed = told["step"], told["files"]
+        if marker != _marker(step, content):
+            return f"{MANIFEST} is not what {MARKER} vouches for"
+        if step_of(path) not in (None, step):
+            return f"{MANIFEST} is that of step {step}"
+        there = {name: (path / name).stat().st_size for name in files(path)}
+    except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{MANIFEST} cannot be read ({error})"
-    for name, entry in files.items():
-        file = path / name
-        if not file.is_file():
+    for name, entry in listed.items():
+        if name not in there:
             return f"{name} is missing"
-        if file.stat().st_size != entry["bytes"]:
-            return f"{name} has {file.stat().st_size} bytes, the manifest says {entry['bytes']}"
-    return None
+        if there[name] != entry["bytes"]:
+            return f"{name} has {there[name]} bytes, the manifest says {entry['bytes']}"
+    unlisted = sorted(there.keys() - listed.keys() - {MANIFEST, MARKER})
+    return f"{unlisted[0]} is not in the manifest" if unlisted else None
+
+
+def _marker(step: int, manifest_content: bytes) -> bytes:
+    """What `COMMITTED` holds."""
+    return f"step {step}\n{MANIFEST} sha256 {hashlib.sha256(manifest_content).hexdigest()}\n".encode()
+
+
+def survey(root: Path) -> tuple[list[Committed], list[Damaged]]:
+    """What stands below `root` under the name of a step: whole ones and damaged ones, each oldest first."""
+    whole, damaged = [], []
+    found = [(step_of(path), path) for path in root.glob("step_*")] if root.is_dir() else []
+    for step, path in sorted((step, path) for step, path in found if step is not None):
+        reason = damage(path)
+        if reason is None:
+            whole.append(Committed(step, path))
+        else:
+            damaged.append(Damaged(step, path, reason))
+    return whole, damaged
 
 
 def committed(root: Path) -> list[Committed]:
     """Whole checkpoints below `root`, oldest first."""
-    found = []
-    for path in root.glob("step_*") if root.is_dir() else ():
-        match = _STEP_FOLDER.fullmatch(path.name)
-        if match and damage(path) is None:
-            found.append(Committed(int(match[1]), path))
-    return sorted(found, key=lambda checkpoint: checkpoint.step)
+    return survey(root)[0]
 
 
-def find(config: Checkpoint, root: Path) -> Committed | None:
-    """The checkpoint that a run with folder `root` starts from; None for a start at step 0.
-
-    Raises:
-        RefusedError: what was asked for does not exist (the message lists what does), or exists against `resume=never`.
-    """
-    own = committed(root)
-    if own and config.resume is ResumeMode.never:
-        raise RefusedError(
-            [
-                Problem(
-                    key="checkpoint.resume",
-                    value="never",
-                    rule=f"the run's folder already holds {_steps(own)}",
-                    remedy="give the new run another run.dir, or continue this one with checkpoint.resume=auto",
-                )
-            ]
-        )
-    if own:
-        return _choose(config, own, root)
-    if config.load is not None:
-        return _choose(config, _foreign(Path(config.load)), Path(config.load))
-    if config.resume is ResumeMode.must:
-        raise RefusedError(
-            [
-                Problem(
-                    key="checkpoint.resume",
-                    value="must",
-                    rule=f"there is no whole checkpoint in {root}{_damaged(root)}",
-                    remedy="checkpoint.resume=auto starts at step 0",
-                )
-            ]
-        )
-    return _choose(config, own, root) if config.load_step is not None else None
+def manifest(path: Path) -> dict[str, dict[str, Any]]:
+    """Name -> {"bytes", "sha256"} of every file of a checkpoint but manifest and marker."""
+    listed: dict[str, dict[str, Any]] = json.loads((path / MANIFEST).read_text())["files"]
+    return listed
 
 
-def _foreign(path: Path) -> list[Committed]:
-    """Checkpoints that `checkpoint.load` names: one checkpoint, a checkpoints folder, or a run's folder."""
-    match = _STEP_FOLDER.fullmatch(path.name)
-    if match and path.is_dir():
-        reason = damage(path)
-        if reason is None:
-            return [Committed(int(match[1]), path)]
-        raise RefusedError([Problem(key="checkpoint.load", value=path, rule=f"this checkpoint is not whole: {reason}")])
-    found = committed(path) or committed(path / "checkpoints")
-    if not found:
-        nearest = next(parent for parent in [path, *path.parents] if parent.exists())
-        there = ", ".join(sorted(entry.name for entry in nearest.iterdir())[:10]) if nearest.is_dir() else "a file"
-        raise RefusedError(
-            [
-                Problem(
-                    key="checkpoint.load",
-                    value=path,
-                    rule=f"there is no whole checkpoint{_damaged(path)}",
-                    remedy=f"{nearest} holds: {there or 'nothing'}",
-                )
-            ]
-        )
-    return found
-
-
-def _choose(config: Checkpoint, available: list[Committed], root: Path) -> Committed:
-    if config.load_step is None:
-        return available[-1]
-    for checkpoint in available:
-        if checkpoint.step == config.load_step:
-            return checkpoint
-    raise RefusedError(
-        [
-            Problem(
-                key="checkpoint.load_step",
-                value=config.load_step,
-                rule=f"{root} holds {_steps(available)}{_damaged(root)}",
-                remedy="name one of these, or leave checkpoint.load_step out for the newest",
-            )
-        ]
-    )
-
-
-def _steps(checkpoints: list[Committed]) -> str:
-    if not checkpoints:
-        return "no whole checkpoint"
-    return "checkpoints of the steps " + ", ".join(str(checkpoint.step) for checkpoint in checkpoints)
-
-
-def _damaged(root: Path) -> str:
-    damaged = [(path.name, damage(path)) for path in sorted(root.glob("step_*"))] if root.is_dir() else []
-    named = [f"{name} ({reason})" for name, reason in damaged if reason]
-    return f"; not whole: {', '.join(named)}" if named else ""
+def trainer(path: Path) -> dict[str, Any]:
+    """What `trainer.json` of a checkpoint holds."""
+    content: dict[str, Any] = json.loads((path / TRAINER).read_text())
+    return content
 
 
 # --- writing: rank 0 alone calls these, the run's lock keeps every other process out -------------------------------
@@ -184,22 +149,30 @@ def begin(root: Path, step: int) -> Path:
     return temporary
 
 
-def commit(temporary: Path, trainer_state: dict[str, Any], digests: dict[str, str]) -> Committed:
+def commit(
+    temporary: Path, trainer_state: Mapping[str, Any], digests: Mapping[str, str], *, config: str = ""
+) -> Committed:
     """Write trainer state, manifest and marker into `temporary`, sync all, and make it the step's checkpoint.
 
     Args:
-        temporary: folder from `begin`, with all shards written and synced.
+        temporary: folder from `begin`, with all shards written.
         trainer_state: JSON-able; its "step" names the checkpoint.
-        digests: SHA-256 of every file in it, as the ranks computed them.
+        digests: SHA-256 of the files whose writers computed it and have synced them; the others, small ones, are
+            synced and digested here.
+        config: the configuration of the attempt, as YAML.
     """
     root, step = temporary.parent, int(trainer_state["step"])
     write_atomic(temporary / TRAINER, json.dumps(trainer_state, indent=1))
-    digests = {**digests, TRAINER: sha256(temporary / TRAINER)}
-    entries = {
-        name: {"bytes": (temporary / name).stat().st_size, "sha256": digest} for name, digest in sorted(digests.items())
-    }
-    write_atomic(temporary / MANIFEST, json.dumps({"format_version": 1, "step": step, "files": entries}, indent=1))
-    write_atomic(temporary / MARKER, f"step {step}\n")
+    write_atomic(temporary / CONFIG, config)
+    entries = {}
+    for name in files(temporary):
+        if name not in digests:
+            flush(temporary / name)
+        digest = digests.get(name) or sha256(temporary / name)
+        entries[name] = {"bytes": (temporary / name).stat().st_size, "sha256": digest}
+    text = json.dumps({"format_version": FORMAT_VERSION, "step": step, "files": entries}, indent=1)
+    write_atomic(temporary / MANIFEST, text)
+    write_atomic(temporary / MARKER, _marker(step, text.encode()).decode())
     flush(temporary)
     final = step_folder(root, step)
     if final.exists():  # only a damaged one of an earlier attempt can stand here
@@ -210,24 +183,47 @@ def commit(temporary: Path, trainer_state: dict[str, Any], digests: dict[str, st
     return Committed(step, final)
 
 
-def retain(root: Path, keep_last: int) -> list[Path]:
-    """Remove all but the newest `keep_last` whole checkpoints; returns what was removed."""
-    old = [checkpoint.path for checkpoint in committed(root)[:-keep_last]]
+def retain(root: Path, keep_last: int, *, keep_every: int = 0, keep_best: int = 0) -> list[Path]:
+    """Remove whole checkpoints but those that one of the rules keeps; returns what was removed.
+
+    Args:
+        root: folder of the checkpoints.
+        keep_last: the newest ones that stay, at least 1: so one always does.
+        keep_every: those of steps that are multiples of this stay too; 0 keeps none for it.
+        keep_best: as many with the lowest validation loss stay too; one saved without an evaluation has none.
+    """
+    assert keep_last >= 1
+    whole = committed(root)
+    stay = {checkpoint.step for checkpoint in whole[-keep_last:]}
+    stay |= {checkpoint.step for checkpoint in whole if keep_every and checkpoint.step % keep_every == 0}
+    stay |= set(_best(whole)[:keep_best])
+    old = [checkpoint.path for checkpoint in whole if checkpoint.step not in stay]
     for path in old:
         _remove(path)
     return old
 
 
+def _best(checkpoints: Collection[Committed]) -> list[int]:
+    """Steps by validation loss, the lowest first, of two equal ones the earlier first."""
+    losses = {checkpoint.step: trainer(checkpoint.path).get("validation_loss") for checkpoint in checkpoints}
+    known = {step: loss for step, loss in losses.items() if loss is not None}
+    return sorted(known, key=lambda step: (known[step], step))
+
+
 def supersede(root: Path, loaded_step: int, attempt: int) -> list[Path]:
     """Put checkpoints newer than the loaded step aside, so that the next start does not jump back to them."""
+    whole, damaged = survey(root)
     renamed = []
-    for checkpoint in committed(root):
-        if checkpoint.step > loaded_step:
-            aside = root / f"superseded_by_attempt_{attempt:03d}_{checkpoint.path.name}"
-            if aside.exists():
-                shutil.rmtree(aside)
-            checkpoint.path.rename(aside)
-            renamed.append(aside)
+    if whole and whole[-1].step > loaded_step:
+        stay = [checkpoint.path.name for checkpoint in whole if checkpoint.step <= loaded_step]
+        write_atomic(root / "latest", f"{stay[-1]}\n" if stay else "")
+    standing: list[Committed | Damaged] = [*whole, *damaged]
+    for path in [other.path for other in standing if other.step > loaded_step]:
+        aside = root / f"superseded_by_attempt_{attempt:03d}_{path.name}"
+        if aside.exists():
+            shutil.rmtree(aside)
+        path.rename(aside)
+        renamed.append(aside)
     return renamed
 
 
@@ -240,11 +236,6 @@ def sha256(path: Path) -> str:
     """Hex digest of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _manifest_files(path: Path) -> dict[str, dict[str, Any]]:
-    files: dict[str, dict[str, Any]] = json.loads((path / MANIFEST).read_text())["files"]
-    return files
 
 
 def _remove(path: Path) -> None:

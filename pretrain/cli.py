@@ -101,6 +101,45 @@ def bench(options: argparse.Namespace) -> int:
     return bench.bench_step(options.overrides, how, multirun=options.multirun)
 
 
+def checkpoint(options: argparse.Namespace) -> int:
+    """Look at checkpoints without loading them, or exchange their weights with Hugging Face."""
+    from shardwright.pretrain import checkpoint_report as report
+
+    path = Path(options.path)
+    if options.what in ("export", "import"):
+        return _exchange(options, path)
+    refuse(_too_many(options.rest))
+    if options.what == "list":
+        return report.show_list(path, as_json=options.json, show=print)
+    show = report.show_one if options.what == "inspect" else report.show_verified
+    return show(path, options.step, as_json=options.json, show=print)
+
+
+def _exchange(options: argparse.Namespace, path: Path) -> int:
+    from shardwright.pretrain import checkpoint_exchange
+    from shardwright.pretrain.faults import DamagedError
+
+    if not options.rest:
+        raise RefusedError(
+            [Problem(key="TARGET", rule="is missing", remedy=f"checkpoint {options.what} {path} TARGET")]
+        )
+    target, *overrides = options.rest
+    if options.what == "import":
+        print(f"{path} -> {checkpoint_exchange.import_(path, Path(target), overrides)}")
+        return 0
+    refuse(_too_many(overrides))
+    try:
+        print(f"{checkpoint_exchange.export(path, Path(target), options.step)} -> {target}")
+    except DamagedError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _too_many(words: Sequence[str]) -> list[Problem]:
+    return [Problem(key="argument", value=word, rule="nothing takes it") for word in words]
+
+
 def completion(options: argparse.Namespace) -> int:
     """Print the completion script of a shell, or answer its query."""
     from shardwright.pretrain import completion
@@ -217,6 +256,23 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _checkpoint_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "what", choices=["list", "inspect", "verify", "export", "import"], help="verify digests every byte"
+    )
+    parser.add_argument("path", metavar="PATH", help="a run's folder, its checkpoints' folder, or one checkpoint")
+    parser.add_argument("rest", nargs="*", metavar="TARGET", help="export, import: new folder; import: also OVERRIDES")
+    parser.add_argument("--step", type=int, metavar="N", help="inspect, verify or export this step alone")
+    parser.add_argument("--json", action="store_true", help="print all that is known as JSON")
+    parser.epilog = """\
+to and from Hugging Face's safetensors, on one process:
+  shardwright checkpoint export RUN NEW_FOLDER
+  shardwright checkpoint import THEIR_FOLDER NEW_FOLDER model=llama3_1b precision=bf16
+  shardwright train checkpoint.load=NEW_FOLDER model=llama3_1b ...
+
+exit codes: 0 all that was looked at is well, 2 there is no checkpoint, 4 it is damaged"""
+
+
 def _at_least(least: int) -> Callable[[str], int]:
     def number(text: str) -> int:
         if int(text) < least:
@@ -265,6 +321,7 @@ COMMANDS = {
     "train": Command("Train here: starts its own ranks, or is a rank of torchrun or srun.", _train_options, train),
     "plan": Command("Print layout, sizes and FLOPs of a configuration, on any machine.", _plan_options, plan),
     "bench": Command("Measure the speed of the training step, also against bare megatron-core.", _bench_options, bench),
+    "checkpoint": Command("List, inspect, verify, export or import checkpoints.", _checkpoint_options, checkpoint),
     "completion": Command("Print the completion script of a shell.", _completion_options, completion),
 }
 """All commands, in the order of `--help`."""

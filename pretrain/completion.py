@@ -18,8 +18,11 @@ OPTIONS = {
     "train": ("--cfg", "--dry-run", "--help", "--multirun"),
     "plan": ("--cfg", "--help", "--json"),
     "bench": ("--against", "--help", "--json", "--steps", "--warmup"),
+    "checkpoint": ("--help", "--json", "--step"),
     "completion": ("bash", "fish", "zsh"),
 }
+FIRST_WORDS = {"bench": ("step",), "checkpoint": ("export", "import", "inspect", "list", "verify")}
+"""What must follow a command."""
 SCRIPTS = {
     "bash": """\
 _shardwright() {
@@ -63,8 +66,10 @@ def complete(line: str, commands: Iterable[str]) -> list[str]:
     options = [option for option in OPTIONS.get(command, ()) if option.startswith(word)]
     if command == "completion" or (word.startswith("-") and options):
         return options
-    if command == "bench" and not before:
-        return ["step"] if "step".startswith(word) else []
+    if command in FIRST_WORDS and not before:
+        return [first for first in FIRST_WORDS[command] if first.startswith(word)]
+    if command == "checkpoint":
+        return []  # the shell completes paths
     overrides = [earlier for earlier in before if "=" in earlier and not earlier.startswith("-")]
     return _from_hydra([*overrides, word])
 

@@ -63,6 +63,8 @@ class Display:
             "no_checkpoint": self._on_no_checkpoint,
             "eval": self._on_eval,
             "checkpoint": self._on_checkpoint,
+            "checkpoint_damaged": self._on_checkpoint_damaged,
+            "checkpoint_verified": self._on_checkpoint_verified,
             "stop_requested": self._on_stop_requested,
             "fault": self._on_fault,
             "end": self._on_end,
@@ -161,7 +163,16 @@ class Display:
     def _on_checkpoint(self, step: int | None, data: dict[str, Any]) -> None:
         self._checkpoint = data["path"]
         details = f"{summary.size(data.get('bytes'))}, {summary.number(data.get('seconds'), 1)} s"
+        if data.get("asynchronous"):
+            details += f", training waited {summary.number(data.get('stall_seconds'), 1)} s"
         self._line(f"step {step}  checkpoint {data['path']} ({details})", "dim")
+
+    def _on_checkpoint_damaged(self, step: int | None, data: dict[str, Any]) -> None:
+        self._line(f"step {step}  checkpoint {data['path']} is damaged: {data['reason']}", "red")
+
+    def _on_checkpoint_verified(self, step: int | None, data: dict[str, Any]) -> None:
+        details = f"{summary.size(data.get('bytes'))}, {summary.number(data.get('seconds'), 1)} s"
+        self._line(f"step {step}  checkpoint {data['path']} is whole ({details})", "dim")
 
     def _on_stop_requested(self, step: int | None, data: dict[str, Any]) -> None:
         self._line("asked to stop: saves after the present step; Ctrl-C again ends it at once, unsaved", "yellow")

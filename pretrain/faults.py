@@ -41,6 +41,12 @@ class TrainingFault(RuntimeError):
     exit_code = FAULT
 
 
+class DamagedError(RuntimeError):
+    """The ranks found that the content of a checkpoint is not what was written, and no other one is left."""
+
+    exit_code = DAMAGED
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
     """How one rank ended badly; also the content of its error file."""
@@ -88,7 +94,7 @@ class Failure:
 
     def as_event(self) -> dict[str, object]:
         """Data of a `fault` event."""
-        known = (None, TrainingFault.__name__, RefusedError.__name__)
+        known = (None, TrainingFault.__name__, RefusedError.__name__, DamagedError.__name__)
         kind = "" if self.error_type in known else f"{self.error_type}: "
         return {"rank": self.rank, "host": self.host, "error": f"{kind}{self.error}", "exit_code": self.exit_code}
 

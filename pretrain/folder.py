@@ -54,7 +54,7 @@ class Attempt:
 
     @property
     def launch(self) -> dict[str, Any]:
-        """What the ranks are told besides the configuration: device, load, launch_id, master_port."""
+        """What the ranks are told besides the configuration: device, load, damaged, launch_id, master_port."""
         content: dict[str, Any] = json.loads((self.path / "launch.json").read_text())
         return content
 

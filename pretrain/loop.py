@@ -17,7 +17,7 @@ import torch.distributed as dist
 from shardwright.conf.choices import NonFinite
 from shardwright.data.loader import Batch
 from shardwright.parallel.mcore.engine import Engine, StepResult
-from shardwright.pretrain import checkpoint
+from shardwright.pretrain.checkpoint import Checkpoints
 from shardwright.pretrain.faults import TrainingFault
 from shardwright.pretrain.plan import Plan, peak_flops
 from shardwright.pretrain.rank import RankContext
@@ -35,26 +35,29 @@ class Loop:
     training_batches: Iterator[list[Batch]]
     evaluation_batches: Callable[[], Iterator[list[Batch]]] | None
     """The first `eval_iters` global batches of the validation split, anew at every call; None never evaluates."""
+    checkpoints: Checkpoints
 
     def train(self, state: TrainerState) -> tuple[str, TrainerState]:
         """Train from `state` to the last step, or to a stop request.
 
         Returns:
-            "done" or "stopped", and where the run stands; in both cases that state is saved.
+            "done" or "stopped", and where the run stands; in both cases that state is saved, and durable.
 
         Raises:
-            TrainingFault: a loss or gradient norm that is not finite, on all ranks alike, before anything is saved.
+            TrainingFault: a loss or gradient norm that is not finite, before anything of it is saved, or a checkpoint
+                that could not be written; on all ranks alike.
         """
         config, schedule = self.context.config, self.context.config.schedule
         saved_step, stopped = state.step, False
         while state.step < schedule.train_iters and not stopped:
             state, stopped = self.step(state)
-            last = state.step == schedule.train_iters or stopped
+            last, validation_loss = state.step == schedule.train_iters or stopped, None
             if self.evaluation_batches and self._due(schedule.eval_interval, state.step, last and not stopped):
-                self._evaluate(state, self.evaluation_batches())
+                validation_loss = self._evaluate(state, self.evaluation_batches())
             if self._due(config.checkpoint.save_interval, state.step, last):
-                self._save(state)
+                self.checkpoints.save(state, validation_loss)
                 saved_step = state.step
+        self.checkpoints.finish()
         assert saved_step == state.step, "the last step was not saved"
         return ("stopped" if state.step < schedule.train_iters else "done"), state
 
@@ -68,11 +71,13 @@ class Loop:
         started, update = time.monotonic(), next_update(state.step, state.position.consumed_samples, config)
         result = self.engine.train_step(next(self.training_batches), update.learning_rate, update.weight_decay)
         finite = self._judge(result, update.number)
-        state = state.after_step(update.batch_size, result.num_tokens, updated=result.updated, finite=finite)
+        state = state.after_step(
+            update.batch_size, result.num_tokens, updated=result.updated, finite=finite, loss=result.loss
+        )
         self._report(state, result, update, time.monotonic() - started)
         if config.execution.gc_interval and state.step % config.execution.gc_interval == 0:
             gc.collect()
-        return state, self._any_rank_wants_to_stop()
+        return state, self._agree()
 
     @staticmethod
     def _due(interval: int, step: int, last: bool) -> bool:
@@ -97,29 +102,25 @@ class Loop:
             self.context.events.write("update_skipped", update, reason=text)
         return False
 
-    def _any_rank_wants_to_stop(self) -> bool:
-        """Collective: all-reduce(MAX) over the world's gloo group, a few microseconds per step on one node."""
-        wants = torch.tensor([int(self.context.stop_requested())])
-        dist.all_reduce(wants, op=dist.ReduceOp.MAX, group=self.engine.control_group)
-        return bool(wants.item())
+    def _agree(self) -> bool:
+        """Whether any rank was asked to stop; and a checkpoint that all ranks have written is committed.
 
-    def _evaluate(self, state: TrainerState, batches: Iterator[list[Batch]]) -> None:
+        Collective: all-reduce(MAX) over the world's gloo group, a few microseconds per step on one node.
+        """
+        own = torch.tensor([int(self.context.stop_requested()), self.checkpoints.standing()])
+        dist.all_reduce(own, op=dist.ReduceOp.MAX, group=self.engine.control_group)
+        stop, worst = own.tolist()
+        self.checkpoints.settle(worst)
+        return bool(stop)
+
+    def _evaluate(self, state: TrainerState, batches: Iterator[list[Batch]]) -> float:
         loss, num_tokens = self.engine.evaluate(batches)
         if num_tokens == 0:
             raise TrainingFault(f"step {state.step}: the evaluation batches hold no unmasked token")
         if self.context.environment.rank == 0:
             samples = self.context.config.schedule.eval_iters * self.plan.batch.global_batch_size
             self.context.events.write("eval", state.step, loss=loss, samples=samples, tokens=num_tokens)
-
-    def _save(self, state: TrainerState) -> None:
-        checkpoint.save(
-            self.engine,
-            state,
-            self.context.folder.checkpoints,
-            keep_last=self.context.config.checkpoint.keep_last,
-            attempt=self.context.attempt.number,
-            events=self.context.events,
-        )
+        return loss
 
     def _report(self, state: TrainerState, result: StepResult, update: Update, seconds: float) -> None:
         if self.context.metrics is None:
@@ -144,6 +145,7 @@ class Loop:
             "non_finite_updates": state.non_finite_updates,
             "consumed_samples": state.position.consumed_samples,
             "step_seconds": seconds,
+            "checkpoint_stall_seconds": self.checkpoints.take_stall_seconds(),
             **result.expert_losses,
         }
         self.context.metrics.append(row)

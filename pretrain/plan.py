@@ -215,6 +215,12 @@ def as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
+def precision_name(config: Config) -> str:
+    """The precision in a few words."""
+    fp8 = fp8_name(config)
+    return shown(config.precision.dtype) + (f" with {fp8}" if fp8 else "")
+
+
 def fp8_name(config: Config) -> str | None:
     """FP8 format and recipe in words; None without FP8."""
     precision = config.precision

@@ -42,7 +42,7 @@ def gather(machine: Machine) -> dict[str, Any]:
         "folder": os.getcwd(),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": versions(),
         "machine": asdict(machine),
         "git": git_state(Path(__file__).resolve()),
     }
@@ -77,6 +77,11 @@ def _git(folder: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.decode(errors="replace")
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of the packages that results depend on; None for one that is not there."""
+    return {name: _version(name) for name in _PACKAGES}
 
 
 def _version(package: str) -> str | None:

@@ -56,7 +56,7 @@ RANGES = (
             "data": "num_workers",
             "optimizer": "min_lr weight_decay clip_grad",
             "schedule": "lr_warmup_iters lr_warmup_samples end_weight_decay eval_interval eval_iters",
-            "checkpoint": "save_interval load_step",
+            "checkpoint": "save_interval load_step keep_every keep_best",
             "execution": "cpu_offloading_num_layers gc_interval",
         },
     ),

@@ -39,8 +39,10 @@ class RankContext:
     environment: RankEnvironment
     device: str
     """cuda or cpu."""
-    load: Path | None
-    """Checkpoint to continue from; None starts at step 0."""
+    load: tuple[Path, ...]
+    """Checkpoint to continue from, and behind it what to take if its content is damaged; empty starts at step 0."""
+    damaged: tuple[dict[str, str], ...]
+    """Path and reason of newer checkpoints that the launcher found not to be whole."""
     events: EventLog
     metrics: MetricsLog | None
     """Rank 0 alone has one."""
@@ -150,7 +152,8 @@ def _context(environment: RankEnvironment, attempt: Attempt, stop: StopLatch, di
         attempt=attempt,
         environment=environment,
         device=told["device"],
-        load=Path(told["load"]) if told["load"] else None,
+        load=tuple(map(Path, told["load"])),
+        damaged=tuple(told.get("damaged", ())),
         events=EventLog(folder.events, attempt=number, rank=environment.rank, listener=on_event),
         metrics=metrics,
         stop_requested=stop,

@@ -1,13 +1,15 @@
 """The composition root of a rank: the one place where parts are built, in reading order.
 
-data on disk → process groups → model and optimizer → resume → loop → end. On an error nothing is torn down by
-collectives: the exception leaves, `rank` writes it down and ends the process.
+checkpoint verified → data on disk → process groups → model and optimizer → resume → loop → end. On an error nothing is
+torn down by collectives: the exception leaves, `rank` writes it down and ends the process.
 """
 
 import gc
+import os
 import time
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,8 +23,8 @@ from shardwright.data.sampler import DataPosition, samples_needed
 from shardwright.data.source import Source
 from shardwright.parallel.layout import Layout
 from shardwright.parallel.mcore import environment as mcore_environment
-from shardwright.pretrain import checkpoint_store
-from shardwright.pretrain.faults import STOPPED
+from shardwright.pretrain import checkpoint_integrity, checkpoint_store
+from shardwright.pretrain.faults import STOPPED, DamagedError
 from shardwright.pretrain.plan import make_plan
 from shardwright.pretrain.rank import RankContext
 from shardwright.pretrain.trainer_state import TrainerState
@@ -67,11 +69,15 @@ def assemble(context: RankContext) -> tuple["Loop", TrainerState]:
     from shardwright.parallel.mcore import shards
     from shardwright.parallel.mcore.datasets import gpt_epoch
     from shardwright.parallel.mcore.engine import Engine
+    from shardwright.pretrain.checkpoint import Checkpoints
     from shardwright.pretrain.describe import describe, rank_map
     from shardwright.pretrain.loop import Loop
 
+    store = meet(context)
+    load = _sound_checkpoint(context, store) if context.load else None
+
     context.phase("preparing data")
-    state = TrainerState() if context.load is None else TrainerState.read(context.load)
+    state = TrainerState() if load is None else TrainerState.read(load)
     source = Source(config.data, seed=config.run.seed, build_epoch=gpt_epoch)
     state = state.on_data(source.identity)
     batch_sizes, eval_steps = BatchSizes.of(config.data), config.schedule.eval_iters
@@ -89,13 +95,13 @@ def assemble(context: RankContext) -> tuple["Loop", TrainerState]:
         validation = source.stream("validation", samples_needed(DataPosition(), full, eval_steps))
         evaluation = partial(share, validation, DataPosition(), batch_sizes=full, num_workers=0, num_steps=eval_steps)
 
-    groups = connect(context, plan.layout, device)
+    groups = connect(context, plan.layout, device, store)
 
     context.phase("building the model")
     engine = Engine(config, plan.layout, groups, device, env.rank, plan.padded_vocab_size)
-    if context.load is not None:
+    if load is not None:
         context.phase("loading the checkpoint")
-        shards.load(engine, context.load, with_rng=TrainerState.read_layout(context.load) == plan.layout)
+        shards.load(engine, load, with_rng=TrainerState.read_layout(load) == plan.layout)
 
     if config.execution.gc_interval:  # from here on the loop collects
         gc.collect()
@@ -103,7 +109,7 @@ def assemble(context: RankContext) -> tuple["Loop", TrainerState]:
         gc.disable()
     ranks = rank_map(plan, engine)
     if env.rank == 0:
-        _forget_later_steps(context, state.step)
+        _forget_later_steps(context, state.step, load)
         context.events.write("start", state.step, **describe(context, plan, engine, source, ranks, state))
     loop = Loop(
         context=context,
@@ -117,25 +123,41 @@ def assemble(context: RankContext) -> tuple["Loop", TrainerState]:
             num_steps=num_steps,
         ),
         evaluation_batches=evaluation,
+        checkpoints=Checkpoints(engine, context.folder.checkpoints, context.attempt, context.events),
     )
     return loop, state
 
 
-def connect(context: RankContext, layout: Layout, device: torch.device) -> "Groups":
-    """Meet the other ranks, build all process groups, and seed what draws random numbers; `prepare` came before."""
-    from shardwright.parallel.mcore import groups
+def _sound_checkpoint(context: RankContext, store: Store) -> Path:
+    """The newest candidate whose every byte is as written; the same on all ranks.
 
-    context.phase("connecting ranks")
-    rank, timeout_seconds = context.environment.rank, context.config.resilience.distributed_timeout_seconds
-    connected = groups.start(layout, device, rank, timeout_seconds, _store(context, timeout_seconds))
-    recorded = context.config.execution.cuda_graph_impl is not CudaGraph.none
-    groups.seed_everything(context.config.run.seed, layout, rank, recorded=recorded)
-    return connected
+    Raises:
+        DamagedError: no candidate is left; on all ranks alike.
+    """
+    env, lead = context.environment, context.environment.rank == 0
+    found = [f"{Path(known['path']).name} ({known['reason']})" for known in context.damaged]
+    for known in context.damaged if lead else ():
+        path = Path(known["path"])
+        context.events.write("checkpoint_damaged", checkpoint_store.step_of(path), **known)
+    readers = len(os.sched_getaffinity(0)) // env.local_world_size
+    for path in context.load:
+        context.phase("verifying the checkpoint")
+        verdict = checkpoint_integrity.verify_together(path, store, env.rank, env.world_size, readers=readers)
+        step, reason = checkpoint_store.step_of(path), "; ".join(verdict.reasons)
+        told = {"path": str(path), "bytes": verdict.num_bytes, "seconds": round(verdict.seconds, 3)}
+        if not reason:
+            if lead:
+                context.events.write("checkpoint_verified", step, **told)
+            return path
+        if lead:
+            context.events.write("checkpoint_damaged", step, **told, reason=reason)
+        found.append(f"{path.name} ({reason})")
+    raise DamagedError(f"no checkpoint to continue from is whole: {', '.join(found)}")
 
 
-def _store(context: RankContext, timeout_seconds: int) -> Store:
+def meet(context: RankContext) -> Store:
     """Where the ranks meet; each attempt has its own keys, since torchrun's agent keeps one store over restarts."""
-    env = context.environment
+    env, timeout_seconds = context.environment, context.config.resilience.distributed_timeout_seconds
     store = TCPStore(
         env.master_addr,
         env.master_port,
@@ -148,7 +170,19 @@ def _store(context: RankContext, timeout_seconds: int) -> Store:
     return PrefixStore(context.attempt.id, store)
 
 
-def _forget_later_steps(context: RankContext, step: int) -> None:
+def connect(context: RankContext, layout: Layout, device: torch.device, store: Store) -> "Groups":
+    """Build all process groups among the ranks, and seed what draws random numbers; `prepare` came before."""
+    from shardwright.parallel.mcore import groups
+
+    context.phase("connecting ranks")
+    rank, timeout_seconds = context.environment.rank, context.config.resilience.distributed_timeout_seconds
+    connected = groups.start(layout, device, rank, timeout_seconds, store)
+    recorded = context.config.execution.cuda_graph_impl is not CudaGraph.none
+    groups.seed_everything(context.config.run.seed, layout, rank, recorded=recorded)
+    return connected
+
+
+def _forget_later_steps(context: RankContext, step: int, load: Path | None) -> None:
     """Rank 0, before the first step: put away what earlier attempts left behind after `step`."""
     root = context.folder.checkpoints
     for path in checkpoint_store.clean(root):
@@ -156,7 +190,7 @@ def _forget_later_steps(context: RankContext, step: int) -> None:
     for path in checkpoint_store.supersede(root, step, context.attempt.number):
         context.events.write("checkpoint_superseded", step, path=str(path))
     context.folder.cut_metrics(step, context.attempt)
-    if context.load is None:
+    if load is None:
         context.events.write("no_checkpoint", step, folder=str(root))
     else:
-        context.events.write("resume", step, path=str(context.load))
+        context.events.write("resume", step, path=str(load))

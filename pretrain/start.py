@@ -20,7 +20,8 @@ from shardwright.conf.compose import Difference
 from shardwright.conf.keys import ResumePolicy
 from shardwright.conf.problems import Problem, RefusedError, refuse
 from shardwright.conf.schema import Config
-from shardwright.pretrain import checkpoint_store, checks, machine, provenance, ranks
+from shardwright.pretrain import checkpoint_choice, checks, machine, provenance, ranks
+from shardwright.pretrain.checkpoint_choice import Choice
 from shardwright.pretrain.checkpoint_store import Committed
 from shardwright.pretrain.folder import Attempt, RunFolder, write_atomic
 from shardwright.pretrain.machine import Machine
@@ -35,11 +36,16 @@ class Start:
     folder: RunFolder
     differences: list[Difference]
     """Keys in which it differs from the frozen configuration."""
-    load: Committed | None
-    """Checkpoint to continue from; None starts at step 0."""
+    choice: Choice
+    """Checkpoint to continue from, and what to take if its content is damaged."""
     machine: Machine
     finished: bool
     """Whether nothing is left to do."""
+
+    @property
+    def load(self) -> Committed | None:
+        """Checkpoint to continue from; None starts at step 0."""
+        return self.choice.load
 
     @property
     def device(self) -> str:
@@ -75,16 +81,16 @@ def resolve(overrides: Sequence[str], environment: RankEnvironment | None) -> St
         config, differences = _resumed(config, folder, overrides)
     problems = rules(config)
     try:
-        load = checkpoint_store.find(config.checkpoint, folder.checkpoints)
+        choice = checkpoint_choice.find(config.checkpoint, folder.checkpoints)
     except RefusedError as error:
         problems += error.problems
     refuse(problems)
-    done = load is not None and load.step >= config.schedule.train_iters
+    done = choice.load is not None and choice.load.step >= config.schedule.train_iters
     return Start(
         config=config,
         folder=folder,
         differences=differences,
-        load=load,
+        choice=choice,
         machine=found,
         finished=done and folder.status().get("state") == "done",
     )
@@ -101,7 +107,13 @@ def begin(start: Start, overrides: Sequence[str], details: Mapping[str, Any]) ->
     folder, text = start.folder, compose.dump(start.config)
     if not folder.config.exists():
         folder.freeze(text, overrides)
-    told = {"device": start.device, "load": None if start.load is None else str(start.load.path), **details}
+    candidates = [] if start.load is None else [start.load, *start.choice.fallbacks]
+    told = {
+        "device": start.device,
+        "load": [str(checkpoint.path) for checkpoint in candidates],
+        "damaged": [{"path": str(found.path), "reason": found.reason} for found in start.choice.damaged],
+        **details,
+    }
     attempt = folder.new_attempt(text, told)
     write_atomic(attempt.path / "provenance.json", json.dumps(provenance.gather(start.machine), indent=1) + "\n")
     folder.write_status("running", attempt)

@@ -1,6 +1,6 @@
 """Where a run stands, as plain JSON beside the shards of a checkpoint; torch-free, read before any rank connects."""
 
-import json
+import math
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,17 +23,20 @@ class TrainerState:
     """Steps whose update was left out: fp16 overflows, and losses or norms that were not finite under policy skip."""
     non_finite_updates: int = 0
     """Of these, the ones with a loss or norm that was not finite."""
+    loss: float | None = None
+    """Of the last update: the mean over the unmasked tokens of its global batch."""
     data: str = ""
     """Identity of the data that `position` is a place in (`data.source.Source.identity`)."""
 
     def after_step(
-        self, num_samples: int, num_tokens: int, *, updated: bool = True, finite: bool = True
+        self, num_samples: int, num_tokens: int, *, loss: float, updated: bool = True, finite: bool = True
     ) -> "TrainerState":
         """The state after one more step; its samples are consumed whether or not the weights moved."""
         return replace(
             self,
             step=self.step + 1,
             position=self.position.consume(num_samples),
+            loss=loss,
             trained_tokens=self.trained_tokens + num_tokens * updated,
             skipped_updates=self.skipped_updates + (not updated),
             non_finite_updates=self.non_finite_updates + (not finite),
@@ -63,6 +66,7 @@ class TrainerState:
             "trained_tokens": self.trained_tokens,
             "skipped_updates": self.skipped_updates,
             "non_finite_updates": self.non_finite_updates,
+            "loss": self.loss if self.loss is None or math.isfinite(self.loss) else None,
             "data": self.data,
             "layout": asdict(layout),
             "attempt": attempt,
@@ -71,7 +75,7 @@ class TrainerState:
     @classmethod
     def read(cls, checkpoint: Path) -> "TrainerState":
         """From the folder of a committed checkpoint."""
-        saved = _trainer_json(checkpoint)
+        saved = checkpoint_store.trainer(checkpoint)
         skipped = tuple((first, end) for first, end in saved["skipped_samples"])
         return cls(
             step=saved["step"],
@@ -79,15 +83,11 @@ class TrainerState:
             trained_tokens=saved["trained_tokens"],
             skipped_updates=saved["skipped_updates"],
             non_finite_updates=saved["non_finite_updates"],
+            loss=saved["loss"],
             data=saved["data"],
         )
 
     @staticmethod
     def read_layout(checkpoint: Path) -> Layout:
         """The layout that wrote a committed checkpoint."""
-        return Layout(**_trainer_json(checkpoint)["layout"])
-
-
-def _trainer_json(checkpoint: Path) -> dict[str, Any]:
-    saved: dict[str, Any] = json.loads((checkpoint / checkpoint_store.TRAINER).read_text())
-    return saved
+        return Layout(**checkpoint_store.trainer(checkpoint)["layout"])

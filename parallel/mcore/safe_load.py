@@ -5,9 +5,12 @@ byte entry (default_planner.py, `load_bytes`) without restriction, and megatron-
 same path. `harden` replaces the first by an unpickler with a narrow allow-list and the second by `weights_only=True`.
 """
 
+import contextlib
 import io
 import pickle
 import types
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +18,9 @@ from torch.distributed.checkpoint import default_planner, filesystem
 from torch.distributed.checkpoint._nested_dict import (  # type: ignore[attr-defined]
     set_element,
 )
+from torch.distributed.checkpoint.api import CheckpointException
+
+from shardwright.conf.problems import Problem, RefusedError
 
 _METADATA_NAMES = {
     "torch.distributed.checkpoint.metadata": {
@@ -60,6 +66,34 @@ def _load_bytes(self: Any, read_item: Any, value: io.BytesIO) -> None:
         set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)
     else:
         self.state_dict[read_item.dest_index.fqn] = loaded
+
+
+def read_metadata(folder: Path) -> Any:
+    """torch's `.metadata` of a checkpoint, by the allow-list."""
+    with (folder / ".metadata").open("rb") as file:
+        return MetadataUnpickler(file).load()
+
+
+@contextlib.contextmanager
+def refusing(folder: Path) -> Iterator[None]:
+    """Make one refusal of what a restricted load of `folder` raises inside, also where torch has wrapped it."""
+    try:
+        yield
+    except (pickle.UnpicklingError, CheckpointException) as error:
+        inner = error.failures.values() if isinstance(error, CheckpointException) else [(error, None)]
+        reasons = [str(reason) for reason, _ in inner if isinstance(reason, pickle.UnpicklingError)]
+        if not reasons:
+            raise
+        remedy = "nothing of it was run; do not load checkpoints of somebody whom you do not trust"
+        raise RefusedError(
+            [Problem(key="checkpoint", value=folder, rule=_first_lines(reasons), remedy=remedy)]
+        ) from None
+
+
+def _first_lines(reasons: list[str]) -> str:
+    """torch's message names the import in its second paragraph and advises to trust the file in the others."""
+    named = [line.strip() for text in reasons for line in text.splitlines() if "GLOBAL" in line or "refused" in line]
+    return "; ".join(dict.fromkeys(named)) or reasons[0].splitlines()[0]
 
 
 def harden() -> None:

@@ -4,6 +4,7 @@ Policy (folders, commit, retention, what to resume from) lives in `pretrain/chec
 megatron-core. The optimizer's format is `fully_reshardable`, which loads in any other layout.
 """
 
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -14,35 +15,71 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.dist_checkpointing.serialization import load_common_state_dict, load_sharded_metadata
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 from shardwright.parallel.mcore import optimizers, safe_load
 from shardwright.parallel.mcore.engine import Engine
+from shardwright.parallel.mcore.shard_writer import ShardWriters
 
-_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+MAX_FILES, FILE_BYTES = 4, 1 << 30
+"""A rank writes a file for each of so many bytes that fall to it, all at once, but no more files than this."""
+
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
-def save(engine: Engine, folder: Path) -> None:
+def save(engine: Engine, folder: Path) -> dict[str, str]:
     """Write this rank's shards into `folder`, which exists and is empty.
+
+    Returns:
+        SHA-256 of this rank's files.
+
+    Raises:
+        OSError: a file of this rank could not be written.
 
     Collective: every rank calls it; returns when all ranks have written and synced their files.
     """
+    writers = begin_save(engine, folder)
+    writers.wait()
+    failure = writers.failure()
+    if failure is not None:
+        raise OSError(failure)
+    dist.barrier()
+    return writers.finish()
+
+
+def begin_save(engine: Engine, folder: Path) -> ShardWriters:
+    """Copy what falls to this rank and begin to write it into `folder`, which exists and is empty.
+
+    Collective: every rank calls it; training may go on as soon as it returns.
+    """
     engine.gather_parameters()
-    # one manager process for the writers' results, forked: spawning one costs seconds per run
-    filesystem_async.get_write_results_queue("fork")
-    strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(), engine.groups.dp_cp)
-    dist_checkpointing.save(
-        _sharded_state(engine, is_loading=False, with_rng=True),
-        str(folder),
-        sharded_strategy=strategy,
-        content_metadata=dict(_METADATA),
+    strategy = TorchDistSaveShardedStrategy(thread_count=_num_files(engine))
+    parallel = FullyParallelSaveStrategyWrapper(strategy, engine.groups.dp_cp)
+    return ShardWriters(
+        lambda: dist_checkpointing.save(
+            _sharded_state(engine, is_loading=False, with_rng=True),
+            str(folder),
+            sharded_strategy=parallel,
+            content_metadata=dict(METADATA),
+            async_sharded_save=True,
+            async_strategy="mcore",
+        )
     )
+
+
+def _num_files(engine: Engine) -> int:
+    """Files that this rank writes at once: by what falls to it, and by the cores that it has."""
+    memory = engine.memory()
+    num_bytes = memory["weights_bytes"] // engine.layout.dp + memory["optimizer_bytes"]
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(MAX_FILES, cores, num_bytes // FILE_BYTES))
 
 
 def load(engine: Engine, folder: Path, *, with_rng: bool) -> None:
     """Load weights and optimizer state of any layout; RNG states too where the layout is the same.
+
+    A checkpoint that was made of somebody else's weights has weights alone: then the optimizer begins anew from them.
 
     Args:
         engine: a newly built engine.
@@ -50,22 +87,30 @@ def load(engine: Engine, folder: Path, *, with_rng: bool) -> None:
         with_rng: restore every rank's RNG; only for the layout that saved it.
 
     Raises:
-        RefusedError: another optimizer wrote it, or other parameter groups.
+        RefusedError: another optimizer wrote it, or other parameter groups; it imports what none needs.
 
     Collective: every rank calls it.
     """
     safe_load.harden()
-    optimizers.refuse_foreign_state(
-        engine.config, engine.optimizer, load_common_state_dict(str(folder)).get("optimizer", {})
-    )
+    with safe_load.refusing(folder):
+        safe_load.read_metadata(folder)  # torch would say of a refusal that there is no metadata
+        common = load_common_state_dict(str(folder))
     wanted = _sharded_state(engine, is_loading=True, with_rng=with_rng)
     names = _chunk_names(engine)
-    without = {name: _leave_out_missing_fp8_state(wanted[name], folder) for name in names}
-    state = dist_checkpointing.load(wanted, str(folder))
+    if "optimizer" in common:
+        optimizers.refuse_foreign_state(engine.config, engine.optimizer, common["optimizer"])
+    else:
+        wanted = {name: wanted[name] for name in names}
+    with safe_load.refusing(folder):
+        without = {name: _leave_out_missing_fp8_state(wanted[name], folder) for name in names}
+        state = dist_checkpointing.load(wanted, str(folder))
     for name, chunk in zip(names, engine.chunks, strict=True):
         missing, unexpected = chunk.module.load_state_dict(state[name], strict=False)
         if unexpected or set(missing) - without[name]:
             raise RuntimeError(f"{folder} does not fit the model: missing {missing}, unexpected {unexpected}")
+    if "optimizer" not in common:
+        engine.optimizer.reload_model_params()
+        return
     optimizers.load_state(engine.optimizer, state["optimizer"])
     if with_rng:
         set_rng_state(state["rng"])
@@ -73,10 +118,10 @@ def load(engine: Engine, folder: Path, *, with_rng: bool) -> None:
 
 def _sharded_state(engine: Engine, *, is_loading: bool, with_rng: bool) -> dict[str, Any]:
     state: dict[str, Any] = {
-        name: chunk.module.sharded_state_dict(metadata=dict(_METADATA))
+        name: chunk.module.sharded_state_dict(metadata=dict(METADATA))
         for name, chunk in zip(_chunk_names(engine), engine.chunks, strict=True)
     }
-    state["optimizer"] = engine.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=dict(_METADATA))
+    state["optimizer"] = engine.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=dict(METADATA))
     if with_rng:
         state["rng"] = ShardedObject("rng", get_rng_state(), (dist.get_world_size(),), (dist.get_rank(),))
     return state

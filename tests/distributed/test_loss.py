@@ -92,7 +92,14 @@ def evaluate_nothing(rank: int, world: int, store: str) -> str:
     engine = engines.engine_of(engines.config_of([], world), rank, store)
     batches = iter([engines.share(engine, engines.random_step(7, unmasked=[0, 0, 0, 0]))])
     unused: Any = None
-    loop = Loop(context=unused, plan=unused, engine=engine, training_batches=iter([]), evaluation_batches=None)
+    loop = Loop(
+        context=unused,
+        plan=unused,
+        engine=engine,
+        training_batches=iter([]),
+        evaluation_batches=None,
+        checkpoints=unused,
+    )
     with pytest.raises(TrainingFault) as caught:
         loop._evaluate(TrainerState(step=3), batches)
     return str(caught.value)

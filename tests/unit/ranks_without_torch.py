@@ -56,7 +56,7 @@ def main() -> int:
     folder, config, behaviours = RunFolder(Path(sys.argv[1])), Path(sys.argv[2]).read_text(), sys.argv[3:]
     folder.create()
     with folder.lock(0) as lock:
-        attempt = folder.new_attempt(config, {"device": "cpu", "load": None})
+        attempt = folder.new_attempt(config, {"device": "cpu", "load": []})
         outcome = launch.launch(
             attempt,
             world_size=len(behaviours),

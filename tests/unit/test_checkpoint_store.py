@@ -6,6 +6,7 @@ import pytest
 
 from shardwright.conf.compose import compose
 from shardwright.conf.problems import RefusedError
+from shardwright.pretrain import checkpoint_choice
 from shardwright.pretrain import checkpoint_store as store
 
 
@@ -16,7 +17,7 @@ def write(root: Path, step: int) -> store.Committed:
 
 
 def find(root: Path, *overrides: str) -> store.Committed | None:
-    return store.find(compose(overrides).checkpoint, root)
+    return checkpoint_choice.find(compose(overrides).checkpoint, root).load
 
 
 def steps(root: Path) -> list[int]:
@@ -123,3 +124,87 @@ def test_own_checkpoints_come_before_those_of_another_run(tmp_path: Path) -> Non
     write(tmp_path / "own", 10)
     found = find(tmp_path / "own", f"checkpoint.load={tmp_path}/other")
     assert found is not None and found.step == 10
+
+
+# ---- damaged ones ----------------------------------------------------------------------------------------------------
+
+
+def choose(root: Path, *overrides: str) -> checkpoint_choice.Choice:
+    return checkpoint_choice.find(compose(overrides).checkpoint, root)
+
+
+def test_the_newest_whole_one_is_taken_and_the_damaged_one_before_it_is_told(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        write(tmp_path, step)
+    (tmp_path / "step_00000030" / "shard").unlink()
+    choice = choose(tmp_path)
+    assert choice.load is not None and choice.load.step == 20
+    assert [checkpoint.step for checkpoint in choice.fallbacks] == [10]
+    assert [str(found) for found in choice.damaged] == ["step_00000030 (shard is missing)"]
+
+
+def test_fallback_stop_does_not_start_from_an_older_one(tmp_path: Path) -> None:
+    write(tmp_path, 10)
+    (write(tmp_path, 20).path / "shard").unlink()
+    with pytest.raises(RefusedError, match=r"checkpoint.fallback=stop: .*step_00000020 \(shard is missing\).* step 10"):
+        find(tmp_path, "checkpoint.fallback=stop")
+    write(tmp_path, 30)
+    choice = choose(tmp_path, "checkpoint.fallback=stop")
+    assert choice.load is not None and (choice.load.step, choice.fallbacks) == (30, ())
+
+
+def test_a_step_that_was_asked_for_has_no_fallback(tmp_path: Path) -> None:
+    write(tmp_path, 10), write(tmp_path, 20)
+    assert choose(tmp_path, "checkpoint.load_step=20").fallbacks == ()
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew_in_silence(tmp_path: Path) -> None:
+    (write(tmp_path, 10).path / "shard").unlink()
+    with pytest.raises(RefusedError, match=r"no whole checkpoint.*step_00000010 \(shard is missing\).*move them"):
+        find(tmp_path)
+
+
+@pytest.mark.parametrize("said", ["step_00000099", "step_00000010", "", "\0"])
+def test_the_pointer_latest_is_a_hint_that_nothing_reads(tmp_path: Path, said: str) -> None:
+    write(tmp_path, 10), write(tmp_path, 20)
+    (tmp_path / "latest").write_text(said)
+    found = find(tmp_path)
+    assert found is not None and found.step == 20
+
+
+def test_damaged_ones_are_put_aside_with_the_later_steps(tmp_path: Path) -> None:
+    write(tmp_path, 10)
+    (write(tmp_path, 20).path / "shard").unlink()
+    store.supersede(tmp_path, 10, attempt=2)
+    assert sorted(path.name for path in tmp_path.glob("*step_*")) == [
+        "step_00000010",
+        "superseded_by_attempt_002_step_00000020",
+    ]
+
+
+# ---- which stay ------------------------------------------------------------------------------------------------------
+
+
+def saved(root: Path, losses: dict[int, float | None]) -> None:
+    for step, loss in losses.items():
+        temporary = store.begin(root, step)
+        store.commit(temporary, {"step": step, "validation_loss": loss}, {})
+
+
+def test_every_nth_step_and_the_best_stay_beside_the_last(tmp_path: Path) -> None:
+    saved(tmp_path, {10: 3.0, 20: 1.0, 30: None, 40: 2.0, 50: None, 60: 1.5, 70: None})
+    store.retain(tmp_path, 1, keep_every=30, keep_best=2)
+    assert steps(tmp_path) == [20, 30, 60, 70]
+
+
+def test_of_two_equally_good_ones_the_earlier_stays(tmp_path: Path) -> None:
+    saved(tmp_path, {10: 1.0, 20: 1.0, 30: 2.0})
+    store.retain(tmp_path, 1, keep_best=1)
+    assert steps(tmp_path) == [10, 30]
+
+
+def test_one_always_stays_and_damaged_ones_do_not_count(tmp_path: Path) -> None:
+    saved(tmp_path, {10: None, 20: None, 30: None})
+    (tmp_path / "step_00000030" / store.TRAINER).unlink()
+    store.retain(tmp_path, 1)
+    assert steps(tmp_path) == [20]

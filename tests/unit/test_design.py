@@ -35,6 +35,8 @@ TORCH_FREE = (
     "pretrain/__main__.py",
     "pretrain/bench.py",
     "pretrain/bench_rank.py",
+    "pretrain/checkpoint_choice.py",
+    "pretrain/checkpoint_integrity.py",
     "pretrain/checkpoint_store.py",
     "pretrain/checks.py",
     "pretrain/cli.py",

@@ -197,3 +197,11 @@ def test_a_large_world_is_cut_to_a_screen() -> None:
     text = picture([event("start", **{**START, "layout": layout})], interactive=False)
     assert len(text.splitlines()) < 40
     assert "1008 more lines" in text
+
+
+def test_a_damaged_checkpoint_is_shown_with_what_is_damaged() -> None:
+    damaged = event("checkpoint_damaged", 30, path="runs/tiny/step_00000030", reason="__0_0.distcp is missing")
+    whole = event("checkpoint_verified", 15, path="runs/tiny/step_00000015", bytes=2**21, seconds=0.2)
+    text = picture([damaged, whole], interactive=False)
+    assert "step 30  checkpoint runs/tiny/step_00000030 is damaged: __0_0.distcp is missing" in text
+    assert "step 15  checkpoint runs/tiny/step_00000015 is whole (2.0 MiB, 0.2 s)" in text

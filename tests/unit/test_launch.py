@@ -138,7 +138,7 @@ def test_a_program_that_cannot_start_is_a_lost_rank_with_its_words_in_the_log(tm
     folder = RunFolder(tmp_path)
     folder.create()
     with folder.lock() as lock:
-        attempt: Attempt = folder.new_attempt("", {"device": "cpu", "load": None})
+        attempt: Attempt = folder.new_attempt("", {"device": "cpu", "load": []})
         command = (sys.executable, "-P", "-c", "import nothing_of_this_name")
         outcome = launch.launch(attempt, world_size=1, added={}, lock_fd=lock.fd, command=command)
     assert outcome.exit_code == 3
@@ -155,7 +155,7 @@ def test_the_launcher_s_signal_handlers_are_given_back(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.create()
     with folder.lock() as lock:
-        attempt = folder.new_attempt("", {"device": "cpu", "load": None})
+        attempt = folder.new_attempt("", {"device": "cpu", "load": []})
         assert launch.launch(attempt, world_size=1, added={}, lock_fd=lock.fd, command=("true",)).exit_code == 0
         assert os.fstat(lock.fd)
     assert [signal.getsignal(signum) for signum in launch.STOP_SIGNALS] == before

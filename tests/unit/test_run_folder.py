@@ -14,7 +14,7 @@ from shardwright.pretrain.faults import Failure, TrainingFault, culprit, judge
 from shardwright.pretrain.folder import Attempt, RunFolder
 from shardwright.pretrain.metrics import COLUMNS, MetricsLog
 
-TOLD = {"device": "cpu", "load": None}
+TOLD = {"device": "cpu", "load": []}
 
 
 @pytest.fixture

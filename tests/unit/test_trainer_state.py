@@ -11,7 +11,7 @@ from shardwright.parallel.layout import Layout
 from shardwright.pretrain import checkpoint_store
 from shardwright.pretrain.trainer_state import TrainerState
 
-STATE = TrainerState(step=3, position=DataPosition(24, ((8, 16),)), trained_tokens=999, data="tokens 1")
+STATE = TrainerState(step=3, position=DataPosition(24, ((8, 16),)), trained_tokens=999, loss=2.75, data="tokens 1")
 
 
 def written(folder: Path) -> Path:
@@ -25,7 +25,7 @@ def test_a_state_comes_back_equal_and_with_its_layout(tmp_path: Path) -> None:
 
 
 def test_a_step_moves_every_counter() -> None:
-    after = STATE.after_step(num_samples=8, num_tokens=100)
+    after = STATE.after_step(num_samples=8, num_tokens=100, loss=2.5)
     assert (after.step, after.position.consumed_samples, after.trained_tokens) == (4, 32, 1099)
     assert after.position.skipped == STATE.position.skipped
 

@@ -6,10 +6,13 @@ as KIND says. The launcher has no RANK, so nothing happens there.
 """
 
 import functools
+import importlib
 import importlib.util
 import os
+import resource
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -17,6 +20,8 @@ from types import ModuleType
 from typing import Any
 
 ENGINE = "shardwright.parallel.mcore.engine"
+SLOW_SECONDS = 5.0
+"""Before each file that a rank writes slowly."""
 
 
 def happen(kind: str, engine: Any) -> None:
@@ -28,6 +33,17 @@ def happen(kind: str, engine: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         case "raises":
             raise ValueError("the planted error")
+        case "has_no_room":  # for a file of more than 64 KiB
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
+        case "writes_slowly":
+            writer: Any = importlib.import_module("shardwright.parallel.mcore.shard_writer")
+            write = writer._write
+
+            def write_later(*arguments: Any) -> None:
+                time.sleep(SLOW_SECONDS)
+                write(*arguments)
+
+            writer._write = write_later
         case "has_nan":
             engine.optimizer.param_groups[0]["params"][0].data.fill_(float("nan"))
         case "loses_a_loss":

@@ -1,0 +1,213 @@
+"""`shardwright checkpoint export|import`: to and from Hugging Face's safetensors, on one process, tensor by tensor.
+
+No ranks, no model and no GPU are needed, and no more memory than for one file of the result. The maps between the two
+worlds are those of `parallel/mcore/hf`, which also load a model of transformers into the ranks of a test.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwright.conf import compose
+from shardwright.conf.problems import Problem, RefusedError, refuse
+from shardwright.data.cache import flush
+from shardwright.parallel.layout import Layout
+from shardwright.pretrain import checkpoint_integrity, checkpoint_report, checkpoint_store, checks, plan, provenance
+from shardwright.pretrain.events import now
+from shardwright.pretrain.faults import DamagedError
+from shardwright.pretrain.trainer_state import TrainerState
+
+if TYPE_CHECKING:
+    import torch
+
+FILE_BYTES = 5 * 10**9
+"""Size of the exported files, as Hugging Face makes them."""
+_INDEX = "model.safetensors.index.json"
+
+
+def export(path: Path, target: Path, step: int | None, *, file_bytes: int = FILE_BYTES) -> Path:
+    """Write the weights of a checkpoint as a folder that transformers loads.
+
+    Args:
+        path: a run's folder, its checkpoints' folder, or one checkpoint.
+        target: new folder; it appears when it is complete.
+        step: of these; None for the newest whole one.
+        file_bytes: about how large a file gets, and how much memory is taken.
+
+    Returns:
+        The checkpoint that was exported.
+
+    Raises:
+        RefusedError: there is no such checkpoint, no family for its model, or `target` exists.
+        DamagedError: its content is not what was written.
+    """
+    checkpoint = _whole(path, step)
+    config = compose.load(checkpoint / checkpoint_store.CONFIG)
+    _use_cpu()
+    from shardwright.parallel.mcore.hf import mapping
+    from shardwright.parallel.mcore.hf.families import family_of
+    from shardwright.parallel.mcore.tensor_files import TensorReader
+
+    family, reader = family_of(config.model), TensorReader(checkpoint)
+
+    def tensors() -> Iterator[tuple[str, "torch.Tensor"]]:
+        for row in mapping.rows_of(family.rows, config.model):
+            parts = row.kind.split(reader.read(row.megatron), config.model)
+            yield from zip(row.hugging_face, parts, strict=True)
+
+    with _appearing(target) as folder:
+        dtype = _write_safetensors(folder, tensors(), file_bytes)
+        told = {**family.config(config.model), "torch_dtype": dtype}
+        (folder / "config.json").write_text(json.dumps(told, indent=2) + "\n")
+        tokenizer = Path(config.data.tokenizer or "")
+        if tokenizer.name == "tokenizer.json" and tokenizer.is_file():
+            shutil.copy(tokenizer, folder / tokenizer.name)
+    return checkpoint
+
+
+def import_(source: Path, target: Path, overrides: Sequence[str]) -> Path:
+    """Write a folder of transformers' as a checkpoint of step 0, from which `checkpoint.load=TARGET` starts.
+
+    Args:
+        source: folder with `config.json` and safetensors.
+        target: folder that gets `step_00000000`.
+        overrides: what the run will be composed of; its model must be that of `source`.
+
+    Returns:
+        The new checkpoint, weights alone.
+
+    Raises:
+        RefusedError: the model is another one, files are missing, or `target` has a checkpoint.
+    """
+    config = compose.compose(overrides)
+    refuse(checks.config_problems(config))
+    _use_cpu()
+    from shardwright.parallel.mcore import shards, tensor_files
+    from shardwright.parallel.mcore.hf import mapping
+    from shardwright.parallel.mcore.hf.families import family_of
+
+    model = config.model
+    family = family_of(model)
+    _refuse_other_model(source, family.config(model))
+    final = checkpoint_store.step_folder(target, 0)
+    if final.exists():
+        raise RefusedError([Problem(key="TARGET", value=target, rule=f"it already holds {final.name}")])
+    folder = checkpoint_store.begin(target, 0)
+    theirs = _Safetensors(source)
+    with tensor_files.TensorWriter(folder, model.num_layers, {"content_metadata": dict(shards.METADATA)}) as writer:
+        for row in mapping.rows_of(family.rows, model):
+            writer.write(row.megatron, row.kind.join([theirs.read(name) for name in row.hugging_face], model))
+    content = TrainerState().to_json(Layout(world_size=1), 0) | {
+        "validation_loss": None,
+        "time": now(),
+        "precision": plan.precision_name(config),
+        "versions": provenance.versions(),
+    }
+    return checkpoint_store.commit(folder, content, {}, config=compose.dump(config)).path
+
+
+def _whole(path: Path, step: int | None) -> Path:
+    """The checkpoint to export; every byte of it has been compared."""
+    entry = checkpoint_report.choose(path, step)
+    reasons = checkpoint_integrity.verify(Path(entry.path)).reasons
+    if reasons:
+        raise DamagedError(f"{entry.path} is damaged: {'; '.join(reasons)}")
+    return Path(entry.path)
+
+
+def _use_cpu() -> None:
+    from shardwright.parallel.mcore import environment
+
+    environment.prepare("cpu")
+
+
+@contextmanager
+def _appearing(target: Path) -> Iterator[Path]:
+    """A folder to fill, which gets its name when it is complete and on disk."""
+    if target.exists():
+        raise RefusedError([Problem(key="TARGET", value=target, rule="exists", remedy="name a new folder")])
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    for path in (*partial.iterdir(), partial):
+        flush(path)
+    partial.rename(target)
+    flush(target.parent)
+
+
+def _write_safetensors(folder: Path, tensors: Iterator[tuple[str, "torch.Tensor"]], file_bytes: int) -> str:
+    """Write files of about `file_bytes` with an index; returns the weights' number format, as config.json names it."""
+    from safetensors.torch import save_file
+
+    files: list[dict[str, Any]] = []
+    held: dict[str, torch.Tensor] = {}
+    total, dtype = 0, "float32"
+
+    def write() -> None:
+        save_file(held, folder / f"part-{len(files)}", metadata={"format": "pt"})
+        files.append(dict.fromkeys(held))
+        held.clear()
+
+    for name, tensor in tensors:
+        held[name] = tensor.contiguous()
+        total += tensor.nbytes
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if sum(each.nbytes for each in held.values()) >= file_bytes:
+            write()
+    if held:
+        write()
+    if len(files) == 1:
+        (folder / "part-0").rename(folder / "model.safetensors")
+        return dtype
+    where = {}
+    for number, names in enumerate(files):
+        file = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        (folder / f"part-{number}").rename(folder / file)
+        where.update(dict.fromkeys(names, file))
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return dtype
+
+
+class _Safetensors:
+    """Tensors of a folder of transformers' by name, in one file or several."""
+
+    def __init__(self, folder: Path) -> None:
+        from safetensors import safe_open
+
+        index = folder / _INDEX
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else []
+        files = [folder / name for name in names or ["model.safetensors"]]
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise RefusedError([Problem(key="SOURCE", value=folder, rule=f"{', '.join(missing)} is missing")])
+        self._folder = folder
+        self._files = [safe_open(file, framework="pt") for file in files]
+        self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118 (no mapping)
+
+    def read(self, name: str) -> "torch.Tensor":
+        if name not in self._where:
+            raise RefusedError([Problem(key="SOURCE", value=self._folder, rule=f"it has no tensor {name}")])
+        tensor: torch.Tensor = self._where[name].get_tensor(name)
+        return tensor
+
+
+def _refuse_other_model(source: Path, ours: dict[str, Any]) -> None:
+    """Every value of their `config.json` that the composed model contradicts, in one message."""
+    try:
+        theirs = json.loads((source / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        rule = f"its config.json cannot be read ({error})"
+        raise RefusedError([Problem(key="SOURCE", value=source, rule=rule)]) from None
+    theirs.setdefault("rope_theta", (theirs.get("rope_parameters") or {}).get("rope_theta"))
+    refuse(
+        [
+            Problem(key=f"config.json: {name}", value=theirs[name], rule=f"the composed model has {value}")
+            for name, value in ours.items()
+            if theirs.get(name) is not None and theirs[name] != value
+        ]
+    )

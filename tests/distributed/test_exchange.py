@@ -1,0 +1,102 @@
+"""To Hugging Face's files and back: every weight comes back bit for bit, and training starts from it."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwright.conf.problems import RefusedError
+from shardwright.pretrain import checkpoint_exchange, checkpoint_integrity, checkpoint_store, cli
+from shardwright.pretrain.faults import DamagedError
+
+from . import commands
+from .engines import full_tensors
+from .harness import RunRanks
+
+SMALL_FILE_BYTES = 50_000
+LOSS_TOLERANCE = 1e-6
+"""Relative: after one update with a learning rate of 1e-12, of a loss in fp32."""
+
+
+@pytest.fixture(scope="module")
+def exported(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The finished run's weights, in several files."""
+    target = tmp_path_factory.mktemp("exported") / "model"
+    checkpoint_exchange.export(finished_run, target, None, file_bytes=SMALL_FILE_BYTES)
+    return target
+
+
+@pytest.fixture(scope="module")
+def imported(exported: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("imported") / "start"
+    checkpoint_exchange.import_(exported, target, ["experiment=quickstart", *commands.SMALL])
+    return target
+
+
+def differing(rank: int, world: int, store: str, one: Path, other: Path) -> tuple[list[str], int]:
+    """Names of weights that differ in a bit, and how many were compared."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    first, second = full_tensors(one), full_tensors(other)
+    weights = [name for name in first if not name.startswith("optimizer.")]
+    assert sorted(weights) == sorted(second)
+    return [name for name in weights if not torch.equal(first[name], second[name])], len(weights)
+
+
+def test_what_is_exported_and_imported_again_is_equal_bit_for_bit(
+    run_ranks: RunRanks, finished_run: Path, imported: Path
+) -> None:
+    before = checkpoint_store.step_folder(finished_run / "checkpoints", 12)
+    ((names, count),) = run_ranks(differing, 1, before, imported / "step_00000000")
+    assert names == [] and count >= 8
+    assert checkpoint_integrity.verify(imported / "step_00000000").reasons == ()
+
+
+def test_transformers_loads_every_weight_of_it(exported: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model, told = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert not told["missing_keys"] and not told["unexpected_keys"] and not told["mismatched_keys"]
+    index = json.loads((exported / "model.safetensors.index.json").read_text())
+    files = set(index["weight_map"].values())
+    assert len(files) > 2 and files == {path.name for path in exported.glob("*.safetensors")}
+
+
+def test_a_run_that_starts_from_it_has_the_validation_loss_of_the_run_that_was_exported(
+    finished_run: Path, imported: Path, tmp_path: Path, cache: str
+) -> None:
+    run_dir = tmp_path / "run"
+    still = ("optimizer.lr=1e-12", "optimizer.min_lr=0", "optimizer.weight_decay=0", "schedule.train_iters=1")
+    ended = commands.train(
+        run_dir, *commands.FINISHED_RUN, cache, *still, "schedule.lr_warmup_iters=0", f"checkpoint.load={imported}"
+    )
+    assert ended.code == 0, ended.out
+    before, after = (commands.events(run, "eval")[-1]["data"]["loss"] for run in (finished_run, run_dir))
+    assert after == pytest.approx(before, rel=LOSS_TOLERANCE)
+
+
+def test_another_model_is_refused_by_every_value_that_differs(exported: Path, tmp_path: Path) -> None:
+    other = ["experiment=quickstart", *commands.SMALL, "model.num_layers=3", "model.rotary_base=777"]
+    with pytest.raises(RefusedError, match=r"num_hidden_layers=2: .*3[^$]*rope_theta"):
+        checkpoint_exchange.import_(exported, tmp_path / "start", other)
+    assert not (tmp_path / "start").exists()
+
+
+def test_a_model_that_no_family_expresses_is_refused(exported: Path, tmp_path: Path) -> None:
+    other = ["experiment=quickstart", *commands.SMALL, "model.qk_layernorm=true"]
+    with pytest.raises(RefusedError, match="no family"):
+        checkpoint_exchange.import_(exported, tmp_path / "start", other)
+
+
+def test_a_damaged_checkpoint_is_not_exported(imported: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(imported, tmp_path / "copy")
+    shard = copy / "step_00000000" / "__0_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[500] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(DamagedError, match=r"__0_0\.distcp has other content"):
+        checkpoint_exchange.export(copy, tmp_path / "model", None)
+    assert cli.main(["checkpoint", "export", str(copy), str(tmp_path / "model")]) == 4
+    assert not (tmp_path / "model").exists()
