@@ -260,3 +260,14 @@ class CudaGraph(Enum):
     """Every layer, recorded by Transformer Engine."""
     full_iteration = "full_iteration"
     """Forward and backward of all micro-batches of a step."""
+
+
+class Container(Enum):
+    """What the ranks of a Slurm job run in."""
+
+    none = "none"
+    """The node itself."""
+    pyxis = "pyxis"
+    """An Enroot container that srun starts, by the plugin Pyxis."""
+    apptainer = "apptainer"
+    """An Apptainer container, one per rank."""

@@ -7,10 +7,7 @@ A config is what the user wrote and never changes: whatever is computed from it 
 OmegaConf cannot compose into frozen classes.
 """
 
-import dataclasses
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any
 
 from shardwright.conf.choices import (
     Activation,
@@ -23,7 +20,6 @@ from shardwright.conf.choices import (
     Fp4Format,
     Fp8Format,
     Fp8Recipe,
-    GpuKind,
     LrDecayStyle,
     LrWsdDecayStyle,
     MatmulPrecision,
@@ -41,28 +37,15 @@ from shardwright.conf.choices import (
     StateDType,
     WeightDecayIncrStyle,
 )
+from shardwright.conf.cluster_schema import Cluster as Cluster
+from shardwright.conf.policy import ResumePolicy as ResumePolicy
+from shardwright.conf.policy import key
 
 SCHEMA_VERSION = 1
 """Written into every frozen config; a file with another number is refused with the migration to use."""
 
 BYTES = "bytes"
 """The word that stands in `data.tokenizer` for the tokenizer without a file."""
-
-
-class ResumePolicy(Enum):
-    """What happens when a resumed run's configuration differs from the saved one in a key."""
-
-    free = "free"
-    """The new value is used; the difference is printed."""
-    warn = "warn"
-    """The new value is used; the difference is printed as a warning, since results change."""
-    refuse = "refuse"
-    """The run does not start (exit 2)."""
-
-
-def key(default: Any = dataclasses.MISSING, *, resume: str = "refuse") -> Any:
-    """A dataclass field with its resume policy in the metadata; without a default the value must be given."""
-    return field(default=default, metadata={"resume": ResumePolicy(resume)})
 
 
 @dataclass(kw_only=True, slots=True)
@@ -383,6 +366,8 @@ class Resilience:
     """A collective that takes longer ends the run; keep it above the longest save or data build."""
     on_non_finite: NonFinite = key(resume="free")
     """What a loss or gradient norm that is not finite leads to; one decision of all ranks."""
+    max_requeues: int = key(resume="free")
+    """Under Slurm: how often in a row the job is queued again without a new checkpoint; 0 never queues it again."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -391,20 +376,6 @@ class Telemetry:
 
     log_interval: int = key(resume="free")
     """Steps between two lines where there is no terminal; metrics.jsonl has every step always."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Cluster:
-    """The machines."""
-
-    nodes: int = key(resume="free")
-    """Machines of the run; `train` starts ranks itself on one only."""
-    gpus_per_node: int = key(resume="free")
-    """Ranks per machine, one per GPU; on the CPU simply ranks."""
-    ranks: int | None = key(resume="free")
-    """World size; null for nodes * gpus_per_node."""
-    gpu: GpuKind = key(resume="free")
-    """Which GPU the machines have; FP8 recipes and MFU are judged against it."""
 
 
 @dataclass(kw_only=True, slots=True)

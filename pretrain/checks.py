@@ -17,7 +17,7 @@ from shardwright.conf.problems import Problem
 from shardwright.conf.schema import BYTES, Config
 from shardwright.data import documents
 from shardwright.parallel.layout import Layout
-from shardwright.pretrain import checks_execution, checks_fp8, checks_optimizer, checks_schedule, plan, requirements
+from shardwright.pretrain import checks_cluster, checks_execution, checks_fp8, checks_optimizer, checks_schedule, plan, requirements
 from shardwright.pretrain import machine as machines
 from shardwright.pretrain.machine import Machine
 from shardwright.pretrain.ranges import divisors, multiples, nearest, numbers_in_range, rest, value_of
@@ -229,6 +229,7 @@ CONFIG_RULES = (
     checks_fp8.narrow_formats_run_on_bf16,
     checks_fp8.recipe_suits_the_cluster,
     checks_fp8.shapes_are_multiples,
+    *checks_cluster.RULES,
 )
 
 

@@ -39,7 +39,7 @@ RANGES = (
             "resilience": "distributed_timeout_seconds",
             "telemetry": "log_interval",
             "execution": "cross_entropy_chunks",
-            "cluster": "nodes gpus_per_node ranks",
+            "cluster": "nodes gpus_per_node ranks cpus array_limit",
         },
     ),
     Range(
@@ -53,6 +53,8 @@ RANGES = (
             "schedule": "lr_warmup_iters lr_warmup_samples end_weight_decay eval_interval eval_iters",
             "checkpoint": "save_interval load_step",
             "execution": "cpu_offloading_num_layers gc_interval",
+            "resilience": "max_requeues",
+            "cluster": "signal_seconds",
         },
     ),
     Range(

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import inspect
 import re
 import subprocess
 import sys
@@ -157,7 +158,7 @@ def test_every_field_of_the_schema_has_a_docstring_and_a_resume_policy(group: st
     kind = sections()[group]
     for field in dataclasses.fields(kind):
         assert isinstance(field.metadata.get("resume"), schema.ResumePolicy), f"{group}.{field.name}"
-    tree = ast.parse(Path(schema.__file__).read_text())
+    tree = ast.parse(Path(inspect.getfile(kind)).read_text())
     body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == kind.__name__)
     for node, below in zip(body, [*body[1:], ast.Pass()], strict=True):
         if isinstance(node, ast.AnnAssign):
