@@ -17,7 +17,15 @@ from shardwright.conf.problems import Problem
 from shardwright.conf.schema import BYTES, Config
 from shardwright.data import documents
 from shardwright.parallel.layout import Layout
-from shardwright.pretrain import checks_cluster, checks_execution, checks_fp8, checks_optimizer, checks_schedule, plan, requirements
+from shardwright.pretrain import (
+    checks_cluster,
+    checks_execution,
+    checks_fp8,
+    checks_optimizer,
+    checks_schedule,
+    plan,
+    requirements,
+)
 from shardwright.pretrain import machine as machines
 from shardwright.pretrain.machine import Machine
 from shardwright.pretrain.ranges import divisors, multiples, nearest, numbers_in_range, rest, value_of

@@ -9,16 +9,10 @@ from shardwright.conf.problems import Problem
 from shardwright.conf.schema import Config
 from shardwright.pretrain.ranges import divisors, nearest, rest, value_of
 
-TEXTS = (
-    "run.name",
-    "run.dir",
-    *(
-        f"cluster.{name}"
-        for name in (
-            "partition account qos reservation constraint exclude switches image mounts python modules export mail comment"
-        ).split()
-    ),
+_TEXT_NAMES = (
+    "partition account qos reservation constraint exclude switches image mounts python modules export mail comment"
 )
+TEXTS = ("run.name", "run.dir", *(f"cluster.{name}" for name in _TEXT_NAMES.split()))
 """Keys whose texts become part of the job script, each one quoted."""
 TIME_SLACK_SECONDS = 60
 """Slurm looks at time limits once a minute. Source: man sbatch, --signal."""

@@ -328,7 +328,9 @@ COMMANDS = {
     "train": Command("Train here: starts its own ranks, or is a rank of torchrun or srun.", _train_options, train),
     "plan": Command("Print layout, sizes and FLOPs of a configuration, on any machine.", _plan_options, plan),
     "submit": Command("Put a run or a sweep into Slurm's queue, and return.", _submit_options, submit),
-    "explain": Command("Tell the story of a run: attempts, steps lost, what the time went into.", _explain_options, explain),
+    "explain": Command(
+        "Tell the story of a run: attempts, steps lost, what the time went into.", _explain_options, explain
+    ),
     "bench": Command("Measure the speed of the training step, also against bare megatron-core.", _bench_options, bench),
     "completion": Command("Print the completion script of a shell.", _completion_options, completion),
 }

@@ -50,6 +50,8 @@ _TEXTS = (
 _TIMEOUT = re.compile(r"timed? ?out|timeout|watchdog", re.IGNORECASE)
 _SRUN = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<task>\d+)[^:]*: (?P<end>.*)")
 """How srun names a task that ended badly. Source: slurm/src/srun/libsrun/launch.c."""
+_ENDED = re.compile(r"\*\*\* JOB \S+ ON (?P<host>\S+) CANCELLED AT \S+ DUE TO (?P<why>[^*]+?) \*\*\*")
+"""How Slurm says that it ended a job: JOB REQUEUE, TIME LIMIT, NODE FAILURE, PREEMPTION. Source: slurmstepd/req.c."""
 _VICTIM = re.compile(r"terminated|killed|exited with exit code (75|143|137)\b", re.IGNORECASE)
 
 
@@ -89,7 +91,9 @@ def judge(folder: RunFolder, launch: str, *, code: int, told: bool, log: str, ma
     """
     events = read_rows(folder.events)
     attempt = attempt_of(folder, launch)
-    cause, reason, exit_code = _refused_or_killed(code, told, log) if attempt is None else _attempt(folder, attempt, log)
+    cause, reason, exit_code = (
+        _refused_or_killed(code, told, log) if attempt is None else _attempt(folder, attempt, log)
+    )
     if (folder.path / "cancel").exists() and cause != "done":
         cause, reason = "cancelled", CAUSES["cancelled"][1]
     saved = max((found.step for found in checkpoint_store.committed(folder.checkpoints)), default=0)
@@ -154,7 +158,12 @@ def _attempt(folder: RunFolder, attempt: Attempt, log: str) -> tuple[str, str, i
         return "done", CAUSES["done"][1], 0
     if state == "stopped":
         return "stopped", CAUSES["stopped"][1], STOPPED
-    failures = faults.collect(attempt.errors, wait_seconds=0) + _named_by_srun(log)
+    ended = _ENDED.search(log)
+    if ended:  # what ranks say then follows from it
+        return "interrupted", f"Slurm ended the job on {ended['host']}: {ended['why'].lower()}", UNFORESEEN
+    failures = faults.collect(attempt.errors, wait_seconds=0)
+    spoken = {failure.rank for failure in failures}
+    failures += [failure for failure in _named_by_srun(log) if failure.rank not in spoken]
     if failures:
         failure = faults.culprit(failures)
         return cause_of(failure), f"rank {failure.rank} on {failure.host}: {failure.error}", failure.exit_code

@@ -23,8 +23,10 @@ from shardwright.conf.problems import Problem, RefusedError
 from shardwright.pretrain import diagnosis
 from shardwright.pretrain.diagnosis import Verdict
 from shardwright.pretrain.events import EventLog, Row, read_rows
-from shardwright.pretrain.faults import STOPPED
 from shardwright.pretrain.folder import RunFolder
+
+QUEUE_AGAIN = 99
+"""Answer to a job script, which knows it by this number; not among the exit codes of runs."""
 
 
 @dataclass(slots=True)
@@ -78,7 +80,7 @@ def decide(path: Path, ended: str, *, told: bool, environ: Mapping[str, str] = o
     Before the ranks it writes down the verdict on a former launch that Slurm ended without asking.
 
     Returns:
-        Before: 0 to start the ranks. After: 75 to queue the job again, else the run's exit code.
+        Before: 0 to start the ranks. After: `QUEUE_AGAIN`, or the run's exit code.
     """
     folder, job, restart = RunFolder(path), environ["SLURM_JOB_ID"], int(environ.get("SLURM_RESTART_COUNT", "0"))
     before = ended == "before"
@@ -102,7 +104,7 @@ def decide(path: Path, ended: str, *, told: bool, environ: Mapping[str, str] = o
     print(f"== {verdict.cause}: {verdict.reason} -> {'queue again' if verdict.requeue else 'stop'}", flush=True)
     if before:
         return 0 if verdict.requeue else verdict.exit_code or 1
-    return STOPPED if verdict.requeue else verdict.exit_code
+    return QUEUE_AGAIN if verdict.requeue else verdict.exit_code
 
 
 def read(folder: RunFolder) -> Story:

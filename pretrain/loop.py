@@ -112,6 +112,8 @@ class Loop:
             self.context.events.write("eval", state.step, loss=loss, samples=samples, tokens=num_tokens)
 
     def _save(self, state: TrainerState) -> None:
+        if self.context.environment.rank == 0:
+            self.context.fence.check(now=True)
         checkpoint.save(
             self.engine,
             state,
@@ -124,6 +126,7 @@ class Loop:
     def _report(self, state: TrainerState, result: StepResult, update: Update, seconds: float) -> None:
         if self.context.metrics is None:
             return
+        self.context.fence.check()
         tokens_per_second = update.batch_size * self.context.config.data.seq_length / seconds
         rank_flops = tokens_per_second * self.plan.flops_per_token / self.plan.layout.world_size
         peak = peak_flops(self.engine.device_name)

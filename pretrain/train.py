@@ -141,7 +141,7 @@ def _follow(folder: RunFolder, environment: RankEnvironment) -> NoReturn:
     failure = faults.read(attempt.errors, environment.rank)
     if failure is not None:
         print(f"rank {failure.rank} on {failure.host} failed: {failure.error}", file=terminal, flush=True)
-        if not failure.communication:  # rank 0 may be killed before it can say so
+        if not failure.communication and folder.is_held_by(attempt):  # rank 0 may be killed before it can say so
             folder.write_status("failed", attempt, exit_code=exit_code, step=None, error=failure.as_event())
     if exit_code in _STATES:
         _wait_for_rank_0(folder, attempt)
@@ -161,7 +161,12 @@ def _wait_for_rank_0(folder: RunFolder, attempt: Attempt) -> None:
 def _conclude(
     folder: RunFolder, attempt: Attempt, outcome: Outcome, log: EventLog, step: int | None, seconds: float
 ) -> None:
-    """Write the fault and the status; the `end` event of a run that ended well was written by rank 0."""
+    """Write the fault and the status; the `end` event of a run that ended well was written by rank 0.
+
+    An attempt that has lost the folder to another one writes nothing.
+    """
+    if not folder.is_held_by(attempt):
+        return
     state, failure = _STATES.get(outcome.exit_code, "failed"), outcome.failure
     if failure is not None:
         path = attempt.log(failure.rank)

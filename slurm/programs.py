@@ -34,7 +34,9 @@ def bin_folder() -> Path:
     found = shutil.which("sbatch")
     if found is None:
         rule = "there is no sbatch in PATH: this machine submits no jobs"
-        raise RefusedError([Problem(key="submit", value="sbatch", rule=rule, remedy="go to a login node of the cluster")])
+        raise RefusedError(
+            [Problem(key="submit", value="sbatch", rule=rule, remedy="go to a login node of the cluster")]
+        )
     return Path(found).parent
 
 

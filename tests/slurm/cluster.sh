@@ -57,7 +57,7 @@ PreemptMode=REQUEUE
 ReturnToService=2
 SlurmctldTimeout=10
 SlurmdTimeout=10
-KillWait=3
+KillWait=20
 WaitTime=5
 TCPTimeout=2
 MessageTimeout=5
@@ -69,7 +69,7 @@ SlurmctldPidFile=$root/run/slurmctld.pid
 SlurmdPidFile=$root/run/slurmd.%n.pid
 SlurmctldLogFile=$root/log/slurmctld.log
 SlurmdLogFile=$root/log/slurmd.%n.log
-NodeName=$names NodeHostname=$(hostname) NodeAddr=127.0.1.[1-$nodes] Port=[$((base + 1))-$((base + nodes))] CPUs=8 Boards=1 SocketsPerBoard=1 CoresPerSocket=8 ThreadsPerCore=1 RealMemory=4000 Gres=gpu:8 State=UNKNOWN
+NodeName=$names NodeHostname=$(hostname) NodeAddr=127.0.1.[1-$nodes] Port=[$((base + 1))-$((base + nodes))] CPUs=144 Boards=1 SocketsPerBoard=2 CoresPerSocket=72 ThreadsPerCore=1 RealMemory=4000 Gres=gpu:8 State=UNKNOWN
 PartitionName=main Nodes=$names Default=YES MaxTime=INFINITE State=UP PriorityTier=10
 PartitionName=low Nodes=$names MaxTime=INFINITE State=UP PriorityTier=1
 CONF

@@ -89,7 +89,9 @@ def test_sbatch_is_told_to_signal_the_script_before_the_limit() -> None:
     assert options_of(prepared.script)["--signal"] == "B:USR1@240"
 
 
-@pytest.mark.parametrize("text", ["x$(touch c)", "`touch c`", "a'; touch c; '", 'b"; touch c #', "c\\", "--wrap=touch c"])
+@pytest.mark.parametrize(
+    "text", ["x$(touch c)", "`touch c`", "a'; touch c; '", 'b"; touch c #', "c\\", "--wrap=touch c"]
+)
 def test_a_text_of_the_configuration_stays_one_word(text: str) -> None:
     script = submit.prepare([*(compose.override(key, text) for key in OPTIONS), "run.dir=run", *SMALL_BATCH]).script
     assert bash_says_of(script) == ""
@@ -149,7 +151,9 @@ def test_a_sweep_is_one_array_with_a_folder_per_point_and_leaves_out_what_is_don
     folder = tmp_path / "s_sweep"
     assert bash_says_of((folder / "job.sbatch").read_text()) == ""
     points = json.loads((folder / "sweep.json").read_text())
-    assert [point["overrides"] for point in points] == [[f"optimizer.lr={lr}"] for lr in ("0.001", "0.002", "0.004", "0.008")]
+    assert [point["overrides"] for point in points] == [
+        [f"optimizer.lr={lr}"] for lr in ("0.001", "0.002", "0.004", "0.008")
+    ]
     rates = [compose.load(Path(point["folder"]) / "config.yaml").optimizer.lr for point in points]
     assert rates == [1e-3, 2e-3, 4e-3, 8e-3]
     assert options_of((folder / "job.sbatch").read_text())["--array"] == "0-3%2"
