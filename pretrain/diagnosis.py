@@ -176,7 +176,7 @@ def _attempt(folder: RunFolder, attempt: Attempt, log: str) -> tuple[str, str, i
 
 def _named_by_srun(log: str) -> list[Failure]:
     """Tasks that srun saw die and that are no victims of the first; task and rank are the same number."""
-    found = []
+    found: list[Failure] = []
     for line in log.splitlines():
         match = _SRUN.search(line)
         if match and not _VICTIM.search(match["end"]):

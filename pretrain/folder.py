@@ -206,7 +206,7 @@ class RunFolder:
 
     def is_held_by(self, attempt: Attempt) -> bool:
         """Whether this attempt may write; where nobody can be read, it may."""
-        return self._holder().get("attempt_id", attempt.id) == attempt.id
+        return bool(self._holder().get("attempt_id", attempt.id) == attempt.id)
 
     def holder(self) -> str:
         """Who holds the lock, in words."""

@@ -103,31 +103,36 @@ def prepare_sweep(overrides: Sequence[str]) -> Submission:
     points = sweep.points_of(overrides)
     folder, composed = sweep.check(points, checks.config_problems)
     folder = folder.absolute()
-    made = []
+    configs: list[Config] = []
+    jobs: list[Point] = []
+    typed: list[list[str]] = []
     for point, config in zip(points, composed, strict=True):
-        own = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(folder / point.name)))
-        typed = [*point.overrides, compose.override("run.dir", own.run.dir)]
-        made.append((*_point(own, typed, point.index), typed))
-    clusters = [config.cluster for config, _, _ in made]
-    if any(cluster != clusters[0] for cluster in clusters):
+        own = folder / point.name
+        if RunFolder(own).status().get("state") == "done":
+            continue
+        typed.append([*point.overrides, compose.override("run.dir", str(own))])
+        config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=str(own)))
+        config, job = _point(config, typed[-1], point.index)
+        configs.append(config)
+        jobs.append(job)
+    if not jobs:
+        raise RefusedError([Problem(key="run.dir", value=folder, rule="every point of this sweep is done")])
+    if any(config.cluster != configs[0].cluster for config in configs):
         rule = "differs between the points, and one job array asks for one kind of machine"
         raise RefusedError([Problem(key="cluster", rule=rule, remedy="submit one sweep per kind")])
-    open_ = [item for item in made if RunFolder(item[1].folder).status().get("state") != "done"]
-    if not open_:
-        raise RefusedError([Problem(key="run.dir", value=folder, rule="every point of this sweep is done")])
-    configs, jobs, typed_ = ([item[column] for item in open_] for column in range(3))
-    table = [
-        {"index": point.index, "overrides": list(point.swept), "folder": str(folder / point.name)} for point in points
-    ]
-    script = render.script(
-        configs[0],
-        jobs,
-        name=folder.name,
-        log_folder=folder,
-        slurm_bin=programs.bin_folder(),
-        array=True,
+    return Submission(
+        folder=folder,
+        configs=configs,
+        points=jobs,
+        typed=typed,
+        table=[
+            {"index": point.index, "overrides": list(point.swept), "folder": str(folder / point.name)}
+            for point in points
+        ],
+        script=render.script(
+            configs[0], jobs, name=folder.name, log_folder=folder, slurm_bin=programs.bin_folder(), array=True
+        ),
     )
-    return Submission(folder=folder, configs=configs, points=jobs, typed=typed_, table=table, script=script)
 
 
 def jobs_of(folder: Path) -> list[str]:
