@@ -199,7 +199,7 @@ def _refused_or_killed(code: int, told: bool, log: str) -> tuple[str, str, int]:
     if told:
         return "interrupted", "it was told to stop before it had begun", STOPPED
     if code == REFUSED or re.search(r"Exited with exit code 2\b", log):
-        said = [line for line in log.splitlines() if line and not line.startswith(("==", "srun:"))]
+        said = [line.removeprefix("  - ") for line in log.splitlines() if line.startswith("  - ")]  # RefusedError
         return "configuration", said[0] if said else CAUSES["configuration"][1], REFUSED
     return "interrupted", f"the ranks began no attempt (srun ended with {code})", UNFORESEEN
 

@@ -8,7 +8,7 @@ the last end in which steps were trained that count; the rest is starting, savin
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -202,7 +202,7 @@ def _seconds(first: str, last: str) -> float:
 
 
 def _printed(log: Path, restart: int) -> str:
-    """What a job printed in one of its starts; a job that is queued again appends."""
+    """What a job printed in one of its starts, without the line that begins it; one that is queued again appends."""
     text = log.read_text(errors="replace") if log.exists() else ""
-    starts: Sequence[str] = text.split("\n== job ")
-    return next((part for part in reversed(starts) if f", restart {restart}," in part.partition("\n")[0]), "")
+    starts = [part.partition("\n") for part in text.split("\n== job ")]
+    return next((body for head, _, body in reversed(starts) if f", restart {restart}," in head), "")
