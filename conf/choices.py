@@ -332,3 +332,14 @@ class PrecisionBackend(Enum):
     """Transformer Engine, on a GPU with units for the recipe."""
     emulated = "emulated"
     """The same arithmetic by plain torch operations, on any device: slow, to study a recipe and to check it."""
+
+
+class Container(Enum):
+    """What the ranks of a Slurm job run in."""
+
+    none = "none"
+    """The node itself."""
+    pyxis = "pyxis"
+    """An Enroot container that srun starts, by the plugin Pyxis."""
+    apptainer = "apptainer"
+    """An Apptainer container, one per rank."""

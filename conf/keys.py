@@ -20,3 +20,8 @@ class ResumePolicy(Enum):
 def key(default: Any = dataclasses.MISSING, *, resume: str = "refuse") -> Any:
     """A dataclass field with its resume policy in the metadata; without a default the value must be given."""
     return field(default=default, metadata={"resume": ResumePolicy(resume)})
+
+
+def items(*, resume: str = "refuse") -> Any:
+    """The same for a list, whose value a YAML file always gives; a dataclass has no mutable default."""
+    return field(metadata={"resume": ResumePolicy(resume)})

@@ -20,7 +20,6 @@ from shardwright.conf.choices import (
     Fp4Format,
     Fp8Format,
     Fp8Recipe,
-    GpuKind,
     LrDecayStyle,
     LrWsdDecayStyle,
     MatmulPrecision,
@@ -36,6 +35,7 @@ from shardwright.conf.choices import (
     WeightDecayIncrStyle,
 )
 from shardwright.conf.keys import ResumePolicy, key
+from shardwright.conf.schema_cluster import Cluster
 from shardwright.conf.schema_model import Model
 
 SCHEMA_VERSION = 1
@@ -337,6 +337,8 @@ class Resilience:
     """A collective that takes longer ends the run; keep it above the longest save or data build."""
     on_non_finite: NonFinite = key(resume="free")
     """What a loss or gradient norm that is not finite leads to; one decision of all ranks."""
+    max_requeues: int = key(resume="free")
+    """Under Slurm: how often in a row the job is queued again without a new checkpoint; 0 never queues it again."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -345,20 +347,6 @@ class Telemetry:
 
     log_interval: int = key(resume="free")
     """Steps between two lines where there is no terminal; metrics.jsonl has every step always."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Cluster:
-    """The machines."""
-
-    nodes: int = key(resume="free")
-    """Machines of the run; `train` starts ranks itself on one only."""
-    gpus_per_node: int = key(resume="free")
-    """Ranks per machine, one per GPU; on the CPU simply ranks."""
-    ranks: int | None = key(resume="free")
-    """World size; null for nodes * gpus_per_node."""
-    gpu: GpuKind = key(resume="free")
-    """Which GPU the machines have; FP8 recipes and MFU are judged against it."""
 
 
 @dataclass(kw_only=True, slots=True)

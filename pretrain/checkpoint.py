@@ -20,7 +20,7 @@ from shardwright.parallel.mcore.shard_writer import ShardWriters
 from shardwright.pretrain import checkpoint_store, plan, provenance
 from shardwright.pretrain.events import EventLog, now
 from shardwright.pretrain.faults import TrainingFault
-from shardwright.pretrain.folder import Attempt
+from shardwright.pretrain.folder import Attempt, Fence
 from shardwright.pretrain.trainer_state import TrainerState
 
 IDLE, WRITING, FAILED = 0, 1, 2
@@ -49,11 +49,12 @@ class Checkpoints:
         root: the run's folder of checkpoints.
         attempt: whose configuration goes into them.
         events: told of every one.
+        fence: asked by rank 0 before it begins and before it commits, whether the run's folder is still this run's.
     """
 
-    def __init__(self, engine: Engine, root: Path, attempt: Attempt, events: EventLog) -> None:
+    def __init__(self, engine: Engine, root: Path, attempt: Attempt, events: EventLog, fence: Fence) -> None:
         self._engine, self._root, self._attempt, self._events = engine, root, attempt, events
-        self._config = engine.config.checkpoint
+        self._config, self._fence = engine.config.checkpoint, fence
         self._rank, self._group = dist.get_rank(), engine.control_group
         self._pending: _Pending | None = None
         self._stall_seconds = 0.0
@@ -72,7 +73,12 @@ class Checkpoints:
         """
         self.finish()
         began = time.monotonic()
-        folder = self._on_rank_0(lambda: checkpoint_store.begin(self._root, state.step), state.step)
+
+        def begin() -> Path:
+            self._fence.check(now=True)
+            return checkpoint_store.begin(self._root, state.step)
+
+        folder = self._on_rank_0(begin, state.step)
         writers = shards.begin_save(self._engine, folder)
         seconds = time.monotonic() - began
         self._stall_seconds += seconds
@@ -135,6 +141,7 @@ class Checkpoints:
         dist.all_gather_object(seconds, pending.writers.seconds, group=self._group)
 
         def commit() -> None:
+            self._fence.check(now=True)
             content = pending.state.to_json(self._engine.layout, self._attempt.number) | {
                 "validation_loss": pending.validation_loss,
                 "time": now(),

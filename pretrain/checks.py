@@ -17,6 +17,7 @@ from shardwright.conf.problems import Problem
 from shardwright.conf.schema import BYTES, Config
 from shardwright.data import documents
 from shardwright.pretrain import (
+    checks_cluster,
     checks_execution,
     checks_fp8,
     checks_layout,
@@ -202,6 +203,7 @@ CONFIG_RULES = (
     checks_fp8.recipe_suits_the_cluster,
     checks_fp8.shapes_are_multiples,
     *checks_model.RULES,
+    *checks_cluster.RULES,
 )
 
 

@@ -86,6 +86,44 @@ def plan(options: argparse.Namespace) -> int:
     return 0
 
 
+def submit(options: argparse.Namespace) -> int:
+    """Put a run or a sweep into Slurm's queue; or say how it stands there, or cancel it."""
+    from rich.console import Console
+
+    from shardwright.slurm import submit, watch
+
+    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    if options.overrides and options.overrides[0] in ("status", "cancel"):
+        what, *folders = options.overrides
+        if not folders:
+            raise RefusedError([Problem(key=what, rule="needs the folder of a run or of a sweep")])
+        for folder in (Path(name).absolute() for name in folders):
+            if what == "status":
+                console.print(watch.status(folder))
+            else:
+                print("\n".join(watch.cancel(folder, now=options.now)))
+        return 0
+    prepared = (submit.prepare_sweep if options.multirun else submit.prepare)(options.overrides)
+    if options.dry_run:
+        _print_plan(prepared.configs[0], as_json=False)
+        print(prepared.script, end="")
+        return 0
+    job = prepared.send()
+    print(f"job {job} in {prepared.folder}")
+    for row in prepared.table:
+        print(f"  {job}_{row['index']}  {' '.join(row['overrides'])}")
+    return 0
+
+
+def explain(options: argparse.Namespace) -> int:
+    """Tell the story of a run from its folder."""
+    from shardwright.pretrain import explain
+
+    if options.verdict is not None:
+        return explain.decide(Path(options.run), options.verdict, told=options.told)
+    return explain.run(Path(options.run), as_json=options.json)
+
+
 def bench(options: argparse.Namespace) -> int:
     """Measure the speed of the training step."""
     from shardwright.pretrain import bench
@@ -222,6 +260,31 @@ def _train_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _submit_options(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "shardwright submit [OVERRIDES] [-m] [--dry-run]\n       shardwright submit status|cancel FOLDER..."
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="GROUP=CHOICE or section.key=value")
+    parser.add_argument("-m", "--multirun", action="store_true", help="every point of a sweep, as one job array")
+    parser.add_argument("--dry-run", action="store_true", help="print plan and job script, touch nothing")
+    parser.add_argument("--now", action="store_true", help="cancel: without the time to save")
+    parser.epilog = _overrides_help(
+        {
+            "four nodes of 8 H100": "shardwright submit model=llama3_8b cluster=dgx_h100 cluster.nodes=4 "
+            "parallel.tp=4 parallel.sp=true precision=fp8_delayed data.seq_length=8192 "
+            "data.micro_batch_size=1 data.global_batch_size=128",
+            "three learning rates, two at a time": "shardwright submit -m experiment=quickstart "
+            "optimizer.lr=3e-4,1e-3,3e-3 cluster.array_limit=2",
+            "how they stand": "shardwright submit status runs/quickstart_sweep",
+        }
+    )
+
+
+def _explain_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="the run's folder")
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    parser.add_argument("--verdict", metavar="CODE", help=argparse.SUPPRESS)
+    parser.add_argument("--told", action="store_true", help=argparse.SUPPRESS)
+
+
 def _plan_options(parser: argparse.ArgumentParser) -> None:
     _config_options(parser)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON, with every rank's place")
@@ -320,6 +383,10 @@ def _version() -> str:
 COMMANDS = {
     "train": Command("Train here: starts its own ranks, or is a rank of torchrun or srun.", _train_options, train),
     "plan": Command("Print layout, sizes and FLOPs of a configuration, on any machine.", _plan_options, plan),
+    "submit": Command("Put a run or a sweep into Slurm's queue, and return.", _submit_options, submit),
+    "explain": Command(
+        "Tell the story of a run: attempts, steps lost, what the time went into.", _explain_options, explain
+    ),
     "bench": Command("Measure the speed of the training step, also against bare megatron-core.", _bench_options, bench),
     "checkpoint": Command("List, inspect, verify, export or import checkpoints.", _checkpoint_options, checkpoint),
     "completion": Command("Print the completion script of a shell.", _completion_options, completion),

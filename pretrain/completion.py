@@ -17,6 +17,8 @@ from shardwright.conf.compose import CONFIG_FOLDER, CONFIG_NAME
 OPTIONS = {
     "train": ("--cfg", "--dry-run", "--help", "--multirun"),
     "plan": ("--cfg", "--help", "--json"),
+    "submit": ("--dry-run", "--help", "--multirun", "--now"),
+    "explain": ("--help", "--json"),
     "bench": ("--against", "--help", "--json", "--steps", "--warmup"),
     "checkpoint": ("--help", "--json", "--step"),
     "completion": ("bash", "fish", "zsh"),

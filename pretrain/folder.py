@@ -10,16 +10,22 @@
 
 The lock is `flock` on a file descriptor that every rank inherits, so that it is free only when the last rank is gone,
 however its launcher ended.
+
+Across machines flock may hold or not, as the file system likes, so there is a fence too: the holder says every few
+seconds in lock.json that it lives. Who finds a holder of another machine that has not concluded watches it for a while
+before taking over, and a holder that finds another one's name there writes nothing more and leaves (`Fence`).
 """
 
 import contextlib
 import errno
 import fcntl
 import json
+import math
 import os
 import re
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +38,16 @@ from shardwright.pretrain.events import drop_torn_line, now
 
 _OWN = re.compile(r"\.?(config\.yaml|overrides\.txt|lock\.json)(\.\d+)?|attempts|lock")
 """What a start that was killed before its configuration was frozen may leave behind."""
+BEAT_SECONDS = 5.0
+"""So often the holder of a folder says that it lives."""
+SILENT_SECONDS = 15.0
+"""A holder on another machine that was silent for so long is dead."""
+
+
+class SupersededError(RuntimeError):
+    """Another process has taken over the run's folder: this one was taken for dead."""
+
+    exit_code = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +91,30 @@ class Lock:
     fd: int
     waited: bool
     """Whether another writer had it at first, so that whatever was read before is out of date."""
+
+
+class Fence:
+    """Keeps an attempt that was taken for dead from writing; rank 0 asks before it writes.
+
+    Args:
+        folder: the run.
+        attempt: the attempt that this process is of.
+    """
+
+    def __init__(self, folder: "RunFolder", attempt: Attempt) -> None:
+        self._folder, self._attempt, self._looked = folder, attempt, -math.inf
+
+    def check(self, *, now: bool = False) -> None:
+        """Look into lock.json, at most once per `BEAT_SECONDS` unless `now`.
+
+        Raises:
+            SupersededError: the folder has another holder.
+        """
+        if not now and time.monotonic() - self._looked < BEAT_SECONDS:
+            return
+        self._looked = time.monotonic()
+        if not self._folder.is_held_by(self._attempt):
+            raise SupersededError(f"another process has taken over {self._folder.path}: {self._folder.holder()}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,19 +193,29 @@ class RunFolder:
                     rule = f"another process trains there: {self.holder()}"
                     raise RefusedError([self._problem(rule, "wait for it, end it, or choose another run.dir")])
                 time.sleep(0.1)
+            waited |= self._outwait_another_machine()
             self._hold(None)
-            yield Lock(fd=fd, waited=waited)
+            stop = threading.Event()
+            threading.Thread(target=self._beat, args=(stop,), name="run-folder-beat", daemon=True).start()
+            try:
+                yield Lock(fd=fd, waited=waited)
+            finally:
+                stop.set()
         finally:
             os.close(fd)
+
+    def is_held_by(self, attempt: Attempt) -> bool:
+        """Whether this attempt may write; where nobody can be read, it may."""
+        return bool(self._holder().get("attempt_id", attempt.id) == attempt.id)
 
     def holder(self) -> str:
         """Who holds the lock, in words."""
         try:
-            info = json.loads(self.lock_info.read_text())
+            info = self._holder()
             return (
                 f"pid {info['pid']} on {info['host']} since {info['time']}, attempt {info['attempt'] or '(starting)'}"
             )
-        except (OSError, ValueError, KeyError):
+        except KeyError:
             return "(unknown)"
 
     def freeze(self, config: str, overrides: Sequence[str]) -> None:
@@ -189,7 +239,12 @@ class RunFolder:
         attempt = Attempt(
             number=number, id=f"{number:03d}-{secrets.token_hex(4)}", path=self.attempts / f"{number:03d}"
         )
-        for folder in (attempt.path, attempt.path / "logs", attempt.errors):
+        try:
+            attempt.path.mkdir()
+        except FileExistsError:  # two holders at once: this line is where one of them loses
+            rule = f"another process has begun attempt {number} there at this moment: {self.holder()}"
+            raise RefusedError([self._problem(rule, "wait for it, end it, or choose another run.dir")]) from None
+        for folder in (attempt.path / "logs", attempt.errors):
             folder.mkdir()
         drop_torn_line(self.events)
         write_atomic(attempt.config, config)
@@ -236,9 +291,47 @@ class RunFolder:
         write_atomic(self.path / "status.json", json.dumps(content, indent=1) + "\n")
 
     def _hold(self, attempt: Attempt | None) -> None:
-        number = attempt.number if attempt else None
-        info = {"host": socket.gethostname(), "pid": os.getpid(), "time": now(), "attempt": number}
+        number, id_ = (attempt.number, attempt.id) if attempt else (None, secrets.token_hex(4))
+        info = {"host": _host(), "pid": os.getpid(), "time": now(), "attempt": number, "attempt_id": id_, "beat": 0}
         write_atomic(self.lock_info, json.dumps(info, indent=1) + "\n")
+
+    def _holder(self) -> dict[str, Any]:
+        """Content of lock.json; empty where it cannot be read."""
+        try:
+            info = json.loads(self.lock_info.read_text())
+        except (OSError, ValueError):
+            return {}
+        return info if isinstance(info, dict) else {}
+
+    def _beat(self, stop: threading.Event) -> None:
+        """The holder's thread: count on in lock.json, and never again once somebody else stands there."""
+        while not stop.wait(BEAT_SECONDS):
+            info = self._holder()
+            if (info.get("host"), info.get("pid")) != (_host(), os.getpid()):
+                return
+            with contextlib.suppress(OSError):
+                write_atomic(self.lock_info, json.dumps({**info, "beat": info["beat"] + 1}, indent=1) + "\n")
+
+    def _outwait_another_machine(self) -> bool:
+        """Watch a holder of another machine that has not concluded, whose flock may not be seen here.
+
+        Returns:
+            Whether there was one; it is dead then.
+
+        Raises:
+            RefusedError: it lives.
+        """
+        found, status = self._holder(), self.status()
+        concluded = status.get("attempt_id") == found.get("attempt_id") and status.get("state") != "running"
+        if not found or concluded or found.get("host") == _host():
+            return False
+        deadline = time.monotonic() + SILENT_SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(min(0.5, SILENT_SECONDS / 10))
+            if self._holder() != found:
+                rule = f"another process trains there: {self.holder()}"
+                raise RefusedError([self._problem(rule, "wait for it, end it, or choose another run.dir")])
+        return True
 
     def _try_lock(self, fd: int, kind: int = fcntl.LOCK_EX) -> bool:
         try:
@@ -259,6 +352,11 @@ class RunFolder:
 
     def _problem(self, rule: str, remedy: str) -> Problem:
         return Problem(key="run.dir", value=self.path, rule=rule, remedy=remedy)
+
+
+def _host() -> str:
+    """This machine's name; Slurm's where it has one, since several of its nodes may share a machine."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def write_atomic(path: Path, text: str) -> None:

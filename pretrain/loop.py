@@ -125,6 +125,7 @@ class Loop:
     def _report(self, state: TrainerState, result: StepResult, update: Update, seconds: float) -> None:
         if self.context.metrics is None:
             return
+        self.context.fence.check()
         tokens_per_second = update.batch_size * self.context.config.data.seq_length / seconds
         rank_flops = tokens_per_second * self.plan.flops_per_token / self.plan.layout.world_size
         peak = peak_flops(self.engine.device_name)

@@ -42,7 +42,7 @@ RANGES = (
             "resilience": "distributed_timeout_seconds",
             "telemetry": "log_interval",
             "execution": "cross_entropy_chunks",
-            "cluster": "nodes gpus_per_node ranks",
+            "cluster": "nodes gpus_per_node ranks cpus array_limit",
         },
     ),
     Range(
@@ -58,6 +58,8 @@ RANGES = (
             "schedule": "lr_warmup_iters lr_warmup_samples end_weight_decay eval_interval eval_iters",
             "checkpoint": "save_interval load_step keep_every keep_best",
             "execution": "cpu_offloading_num_layers gc_interval",
+            "resilience": "max_requeues",
+            "cluster": "signal_seconds",
         },
     ),
     Range(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 from shardwright.conf.schema import Config
 from shardwright.pretrain import faults, guard, process, ranks
 from shardwright.pretrain.events import EventLog
-from shardwright.pretrain.folder import Attempt, RunFolder
+from shardwright.pretrain.folder import Attempt, Fence, RunFolder
 from shardwright.pretrain.launch import STOP_SIGNALS
 from shardwright.pretrain.metrics import MetricsLog
 from shardwright.pretrain.ranks import RankEnvironment
@@ -49,6 +49,9 @@ class RankContext:
     stop_requested: Callable[[], bool]
     """Whether this rank was asked to save and stop; the ranks must agree on a step before they act on it."""
 
+    fence: Fence
+    """Rank 0 asks it before it writes."""
+
     def phase(self, name: str) -> None:
         """Tell what is being done before the first step; rank 0 speaks for all."""
         if self.environment.rank == 0:
@@ -56,11 +59,14 @@ class RankContext:
 
 
 class StopLatch:
-    """Remembers that a stop signal came; nothing else happens inside the handler."""
+    """Remembers that a stop signal came; nothing else happens inside the handler.
+
+    Children that this process forks inherit the handler and go on too: Slurm sends SIGTERM to every process of a step,
+    and without the children that write it there is no checkpoint. They end with their rank, by the guardian.
+    """
 
     def __init__(self) -> None:
         self._requested = False
-        self._owner = os.getpid()
 
     def __call__(self) -> bool:
         """Whether a stop was asked for."""
@@ -73,11 +79,7 @@ class StopLatch:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        if os.getpid() == self._owner:
-            self._requested = True
-        else:  # a forked child must still die of it
-            signal.signal(signum, signal.SIG_DFL)
-            os.kill(os.getpid(), signum)
+        self._requested = True
 
 
 def main(engine: Callable[[RankContext], int] | None = None) -> NoReturn:
@@ -157,6 +159,7 @@ def _context(environment: RankEnvironment, attempt: Attempt, stop: StopLatch, di
         events=EventLog(folder.events, attempt=number, rank=environment.rank, listener=on_event),
         metrics=metrics,
         stop_requested=stop,
+        fence=Fence(folder, attempt),
     )
 
 

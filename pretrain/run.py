@@ -123,7 +123,7 @@ def assemble(context: RankContext) -> tuple["Loop", TrainerState]:
             num_steps=num_steps,
         ),
         evaluation_batches=evaluation,
-        checkpoints=Checkpoints(engine, context.folder.checkpoints, context.attempt, context.events),
+        checkpoints=Checkpoints(engine, context.folder.checkpoints, context.attempt, context.events, context.fence),
     )
     return loop, state
 

@@ -78,7 +78,7 @@ def resolve(overrides: Sequence[str], environment: RankEnvironment | None) -> St
     folder = RunFolder(Path(config.run.dir))
     differences: list[Difference] = []
     if folder.config.exists():
-        config, differences = _resumed(config, folder, overrides)
+        config, differences = resumed(config, folder, overrides)
     problems = rules(config)
     try:
         choice = checkpoint_choice.find(config.checkpoint, folder.checkpoints)
@@ -126,8 +126,17 @@ def merge_overrides(saved: Sequence[str], new: Sequence[str]) -> list[str]:
     return [override for override in saved if _key(override) not in given] + list(new)
 
 
-def _resumed(composed: Config, folder: RunFolder, overrides: Sequence[str]) -> tuple[Config, list[Difference]]:
-    """The configuration that a run goes on with, and where it differs from the frozen one."""
+def resumed(composed: Config, folder: RunFolder, overrides: Sequence[str]) -> tuple[Config, list[Difference]]:
+    """The configuration that a run goes on with, and where it differs from the frozen one.
+
+    Args:
+        composed: what the overrides alone give; its `run.dir` is taken.
+        folder: the run's folder, which has a frozen configuration.
+        overrides: what was typed.
+
+    Raises:
+        RefusedError: the frozen one cannot be read, or the overrides change what may not change.
+    """
     frozen = compose.load(folder.config)
     frozen = dataclasses.replace(frozen, run=dataclasses.replace(frozen.run, dir=composed.run.dir))
     if all(_key(override) == "run.dir" for override in overrides):

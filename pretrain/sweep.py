@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from rich.table import Table
 
 from shardwright.conf import compose
 from shardwright.conf.problems import Problem, RefusedError, refuse
+from shardwright.conf.schema import Config
 from shardwright.pretrain import checks, faults, guard, machine, ranks
 
 LONGEST_NAME = 100
@@ -67,8 +68,13 @@ def run(overrides: Sequence[str], *, dry_run: bool = False) -> int:
         The first exit code that is not 0. A point that was told to stop ends the sweep, else the next one is trained.
     """
     refuse(_launcher_problems(os.environ))
-    points = points_of(overrides)
-    folder = _check(points)
+    points, present = points_of(overrides), machine.detect()
+
+    def rules(config: Config) -> list[Problem]:
+        machine_problems = checks.machine_problems(config, present)
+        return [*checks.config_problems(config), *machine_problems, *checks.own_ranks_problems(config)]
+
+    folder, _ = check(points, rules)
     console = Console(width=None if sys.stdout.isatty() else 96, highlight=False)
     if dry_run:
         console.print(_summary(points, {}, {}, folder))
@@ -127,23 +133,20 @@ def _values(override: Override) -> list[str]:
     return values
 
 
-def _check(points: Sequence[Point]) -> Path:
-    """Compose and judge every point; the sweep's folder.
+def check(points: Sequence[Point], rules: Callable[[Config], list[Problem]]) -> tuple[Path, list[Config]]:
+    """Compose every point and judge it by `rules`; the sweep's folder, and the configurations of the points.
 
     Raises:
         RefusedError: what all points share once, the rest with the points that have it.
     """
     found: dict[Problem, list[Point]] = {}
-    present, folders = machine.detect(), set()
+    folders, configs = set(), []
     for point in points:
         try:
             config = compose.compose(point.overrides)
             folders.add(config.run.dir)
-            problems = [
-                *checks.config_problems(config),
-                *checks.machine_problems(config, present),
-                *checks.own_ranks_problems(config),
-            ]
+            configs.append(config)
+            problems = rules(config)
         except RefusedError as error:
             problems = error.problems
         for problem in problems:
@@ -154,7 +157,7 @@ def _check(points: Sequence[Point]) -> Path:
         remedy = "give the sweep one: run.dir=FOLDER"
         problems.append(Problem(key="run.dir", value=", ".join(sorted(folders)), rule=rule, remedy=remedy))
     refuse(problems)
-    return Path(f"{folders.pop()}_sweep")
+    return Path(f"{folders.pop()}_sweep"), configs
 
 
 def _named(problem: Problem, guilty: Sequence[Point], points: Sequence[Point]) -> Problem:

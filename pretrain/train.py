@@ -27,6 +27,7 @@ from shardwright.pretrain.start import Start, begin, resolve
 
 _ATTEMPT_WAIT_SECONDS = 120
 """How long a rank waits for rank 0 to begin the attempt; it covers the wait for the lock and a slow shared disk."""
+_STATUS_WAIT_SECONDS = 10
 _STATES = {0: "done", faults.STOPPED: "stopped"}
 
 
@@ -140,15 +141,32 @@ def _follow(folder: RunFolder, environment: RankEnvironment) -> NoReturn:
     failure = faults.read(attempt.errors, environment.rank)
     if failure is not None:
         print(f"rank {failure.rank} on {failure.host} failed: {failure.error}", file=terminal, flush=True)
-        if not failure.communication:  # rank 0 may be killed before it can say so
+        if not failure.communication and folder.is_held_by(attempt):  # rank 0 may be killed before it can say so
             folder.write_status("failed", attempt, exit_code=exit_code, step=None, error=failure.as_event())
+    if exit_code in _STATES:
+        _wait_for_rank_0(folder, attempt)
     rank.leave(exit_code)
+
+
+def _wait_for_rank_0(folder: RunFolder, attempt: Attempt) -> None:
+    """Let rank 0 write down how it ended: to srun's --kill-on-bad-exit, 75 is a bad exit, and it kills all others."""
+    deadline = time.monotonic() + _STATUS_WAIT_SECONDS
+    while time.monotonic() < deadline:
+        status = folder.status()
+        if status.get("attempt_id") == attempt.id and status.get("state") != "running":
+            return
+        time.sleep(0.1)
 
 
 def _conclude(
     folder: RunFolder, attempt: Attempt, outcome: Outcome, log: EventLog, step: int | None, seconds: float
 ) -> None:
-    """Write the fault and the status; the `end` event of a run that ended well was written by rank 0."""
+    """Write the fault and the status; the `end` event of a run that ended well was written by rank 0.
+
+    An attempt that has lost the folder to another one writes nothing.
+    """
+    if not folder.is_held_by(attempt):
+        return
     state, failure = _STATES.get(outcome.exit_code, "failed"), outcome.failure
     if failure is not None:
         path = attempt.log(failure.rank)

@@ -2,7 +2,8 @@
 
 Python imports `sitecustomize` at its start from PYTHONPATH (`commands.start(fault=...)` puts this folder there). In the
 rank that PLANTED_FAULT=RANK:STEP:KIND names, the engine is changed right after it is imported: its step STEP goes wrong
-as KIND says. The launcher has no RANK, so nothing happens there.
+as KIND says. The launcher has no RANK, so nothing happens
+there; tasks of srun have SLURM_PROCID.
 """
 
 import functools
@@ -96,5 +97,5 @@ class Planter(MetaPathFinder):
 
 if "PLANTED_FAULT" in os.environ:
     faulty_rank, faulty_step, fault = os.environ["PLANTED_FAULT"].split(":")
-    if os.environ.get("RANK") == faulty_rank:
+    if os.environ.get("RANK", os.environ.get("SLURM_PROCID")) == faulty_rank:
         sys.meta_path.insert(0, Planter(int(faulty_step), fault))

@@ -1,0 +1,165 @@
+"""The job script of a run or of a sweep, from the template `job.sbatch.j2`.
+
+Whatever comes from a configuration stands in it quoted as one word of the shell (`shlex.quote`), in `#SBATCH` lines
+too, whose quotes Slurm reads alike; a name such as `x$(touch c)` stays a name. The lines of `cluster.setup` alone are
+code: they are the user's own. No variable of the environment is written: `--export` names those that go along.
+"""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+
+from shardwright.conf.choices import Container, GpuKind
+from shardwright.conf.schema import Config
+from shardwright.conf.schema_cluster import Cluster
+
+ENVIRONMENT = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "MODULEPATH")
+"""Variables that go along with every job."""
+_OPTIONS = ("partition", "account", "qos", "reservation", "constraint", "exclude", "switches", "time", "comment")
+"""Keys of `cluster` that are options of sbatch by the same name."""
+_WAIT_SECONDS = 60
+"""After the first rank has left, the others have this long."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """One run of a job script."""
+
+    index: int
+    folder: Path
+    """Absolute."""
+    overrides: Sequence[str]
+    """What `train` is told."""
+
+
+def script(
+    config: Config, points: Sequence[Point], *, name: str, log_folder: Path, slurm_bin: Path, array: bool = False
+) -> str:
+    """The whole script.
+
+    Args:
+        config: what is asked of Slurm; all points of a sweep ask for the same.
+        points: the run, or the points of a sweep that are to be run.
+        name: the job's.
+        log_folder: where the job writes before it knows its run.
+        slurm_bin: folder of Slurm's programs.
+        array: whether it is a sweep.
+    """
+    cluster, local = config.cluster, config.world_size // config.cluster.nodes
+    log = "slurm-%A_%a.log" if array else "slurm-%j.log"
+    options: dict[str, object] = {
+        "job-name": name,
+        "nodes": cluster.nodes,
+        "ntasks-per-node": local,
+        "cpus-per-task": cluster.cpus,
+        "gres": None if cluster.gpu is GpuKind.none else f"gpu:{local}",
+        "mem": cluster.memory,
+        **{option: getattr(cluster, option) for option in _OPTIONS},
+        "mail-user": cluster.mail,
+        "mail-type": "END,FAIL,REQUEUE" if cluster.mail else None,
+        "signal": f"B:USR1@{cluster.signal_seconds}" if cluster.signal_seconds else None,
+        "array": _array(points, cluster.array_limit) if array else None,
+        "chdir": str(Path.cwd()),
+        "output": f"{str(log_folder).replace('%', '%%')}/{log}",
+        "open-mode": "append",
+        "export": exported(cluster),
+    }
+    flags = ["requeue" if cluster.requeue else "no-requeue", *(["exclusive"] if cluster.exclusive else [])]
+    container = _srun_container(cluster, points)
+    return _template().render(
+        options=[f"{option}={shlex.quote(str(value))}" for option, value in options.items() if value is not None]
+        + flags,
+        points=points,
+        array=array,
+        slurm_bin=str(slurm_bin),
+        modules=cluster.modules,
+        setup=cluster.setup,
+        requeue=cluster.requeue,
+        srun=_srun(config, local) + container,
+        ranks=_inside(cluster, points),
+        alone=(["srun", "--nodes=1", "--ntasks=1", "--overlap", "--export=ALL", *container] if container else [])
+        + _inside(cluster, points),
+    )
+
+
+def exported(cluster: Cluster) -> str:
+    """Value of sbatch's `--export`: names alone."""
+    return ",".join(dict.fromkeys((*ENVIRONMENT, *cluster.export)))
+
+
+def _array(points: Sequence[Point], limit: int | None) -> str:
+    """`0-3,5%2`: these points, two of them at a time."""
+    numbers = [point.index for point in points]
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    text = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return text if limit is None else f"{text}%{limit}"
+
+
+def _srun(config: Config, local: int) -> list[str]:
+    """Options of the srun that starts the ranks: one task per rank, and the end of one is the end of all.
+
+    srun knows neither sbatch's `--cpus-per-task` (since Slurm 22.05) nor, after an `--export` of names, the script's
+    environment; both are said again.
+    """
+    cluster = config.cluster
+    options = [
+        f"--nodes={cluster.nodes}",
+        f"--ntasks={config.world_size}",
+        f"--ntasks-per-node={local}",
+        "--export=ALL",
+        "--kill-on-bad-exit=1",
+        f"--wait={_WAIT_SECONDS}",
+        "--input=none",
+    ]
+    return options + ([f"--cpus-per-task={cluster.cpus}"] if cluster.cpus else [])
+
+
+def _srun_container(cluster: Cluster, points: Sequence[Point]) -> list[str]:
+    """Options of Pyxis for srun; none without it."""
+    if cluster.container is not Container.pyxis:
+        return []
+    return [
+        f"--container-image={cluster.image}",
+        f"--container-mounts={','.join(_mounts(cluster, points))}",
+        f"--container-workdir={Path.cwd()}",
+        "--no-container-mount-home",
+    ]
+
+
+def _inside(cluster: Cluster, points: Sequence[Point]) -> list[str]:
+    """The interpreter, inside of its container."""
+    if cluster.container is Container.none:
+        return [cluster.python or sys.executable]
+    python = cluster.python or "python3"
+    if cluster.container is Container.pyxis:
+        return [python]
+    gpus = [] if cluster.gpu is GpuKind.none else ["--nv"]
+    binds = [word for mount in _mounts(cluster, points) for word in ("--bind", mount)]
+    return ["apptainer", "exec", *gpus, *binds, "--pwd", str(Path.cwd()), str(cluster.image), python]
+
+
+def _mounts(cluster: Cluster, points: Sequence[Point]) -> list[str]:
+    folders = dict.fromkeys([str(Path.cwd()), *(str(point.folder) for point in points)])
+    return [*(f"{folder}:{folder}" for folder in folders), *cluster.mounts]
+
+
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["words"] = lambda words: " ".join(shlex.quote(str(word)) for word in words)
+    environment.filters["word"] = lambda word: shlex.quote(str(word))
+    return environment.get_template("job.sbatch.j2")

@@ -1,0 +1,197 @@
+"""What happened to a launch, and whether the job is queued again: read from what a run's folder holds."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from shardwright.conf import compose
+from shardwright.conf.problems import Problem, RefusedError
+from shardwright.pretrain import cli, diagnosis, explain
+from shardwright.pretrain.events import EventLog, JsonLines, now, read_rows
+from shardwright.pretrain.faults import Failure
+from shardwright.pretrain.folder import Attempt, RunFolder
+
+FAILURE = Failure(rank=1, host="n2", exit_code=1, error_type="ValueError", error="no", traceback=None, time=1.0)
+
+
+class Job:
+    """A Slurm job of one run, whose ranks are played: attempts are written as ranks write them."""
+
+    def __init__(self, path: Path, *overrides: str) -> None:
+        self.folder, self.restart = RunFolder(path), -1
+        self.folder.create()
+        self.text = compose.dump(compose.compose([f"run.dir={path}", *overrides]))
+        self.folder.freeze(self.text, [])
+
+    def environ(self) -> dict[str, str]:
+        return {"SLURM_JOB_ID": "42", "SLURM_RESTART_COUNT": str(self.restart)}
+
+    def begin(self) -> Attempt:
+        """Start the ranks once more."""
+        self.restart += 1
+        with self.folder.lock(0):
+            launch_id = f"slurm 42.0, restart {self.restart}"
+            attempt = self.folder.new_attempt(self.text, {"launcher": "srun", "launch_id": launch_id})
+        self.folder.write_status("running", attempt)
+        return attempt
+
+    def train(self, attempt: Attempt, first: int, last: int) -> None:
+        lines = JsonLines(self.folder.metrics)
+        for step in range(first, last + 1):
+            lines.append({"step": step, "loss": 1.0, "step_seconds": 0.5, "time": now(), "attempt": attempt.number})
+
+    def save(self, step: int) -> None:
+        path = self.folder.checkpoints / f"step_{step:08d}"
+        path.mkdir(parents=True)
+        (path / "COMMITTED").touch()
+        (path / "manifest.json").write_text(json.dumps({"format_version": 1, "step": step, "files": {}}))
+
+    def printed(self, *lines: str) -> None:
+        with (self.folder.path / "slurm-42.log").open("a") as log:
+            log.write("\n".join(["", f"== job 42, restart {self.restart}, on n[1-2], now", *lines, ""]))
+
+    def decide(self, code: int = 1, *, told: bool = False) -> int:
+        return explain.decide(self.folder.path, str(code), told=told, environ=self.environ())
+
+    def verdict(self) -> diagnosis.Verdict:
+        return diagnosis.verdicts(read_rows(self.folder.events))[-1]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("failure", "cause"),
+    [
+        (replace(FAILURE, error_type="OSError", error="[Errno 28] No space left on device: '/x'"), "disk_full"),
+        (replace(FAILURE, error_type="OSError", error="[Errno 122] Disk quota exceeded"), "disk_full"),
+        (replace(FAILURE, error_type="OutOfMemoryError", error="CUDA out of memory. Tried to allocate"), "memory_gpu"),
+        (replace(FAILURE, error_type="MemoryError", error="MemoryError"), "memory_host"),
+        (replace(FAILURE, error_type="RuntimeError", error="CUDA error: uncorrectable ECC error"), "hardware"),
+        (replace(FAILURE, error_type="TrainingFault", error="the loss is nan on rank 1", exit_code=3), "not_finite"),
+        (replace(FAILURE, error_type="TrainingFault", error="the self-check failed", exit_code=3), "training"),
+        (replace(FAILURE, error_type="RefusedError", error="there is no such file", exit_code=2), "configuration"),
+        (replace(FAILURE, error_type="DamagedError", error="digest", exit_code=4), "damaged"),
+        (replace(FAILURE, error_type="DistBackendError", error="NCCL error: remote exit", exit_code=3), "network"),
+        (replace(FAILURE, error_type="DistBackendError", error="watchdog timeout", exit_code=3), "timeout"),
+        (replace(FAILURE, error_type="RuntimeError", error="Connection closed by peer", exit_code=3), "network"),
+        (replace(FAILURE, error_type=None, error="killed by SIGKILL", exit_code=3), "lost_rank"),
+        (FAILURE, "code"),
+    ],
+)
+def test_the_cause_is_read_from_the_error(failure: Failure, cause: str) -> None:
+    assert diagnosis.cause_of(failure) == cause
+
+
+def test_a_run_that_stopped_and_saved_is_queued_again_for_as_long_as_it_trains_on(job: Job) -> None:
+    for saved in range(1, 12):
+        attempt = job.begin()
+        job.train(attempt, saved, saved)
+        job.save(saved)
+        job.folder.write_status("stopped", attempt, exit_code=75, step=saved)
+        assert job.decide(75, told=True) == explain.QUEUE_AGAIN
+
+
+def test_a_run_that_is_stopped_again_and_again_before_its_first_step_is_not(job: Job) -> None:
+    answers = []
+    for _ in range(4):
+        job.folder.write_status("stopped", job.begin(), exit_code=75, step=0)
+        answers.append(job.decide(75, told=True))
+    assert answers == [explain.QUEUE_AGAIN] * 3 + [75]
+    assert "3 times in a row without a new checkpoint" in job.verdict().reason
+
+
+def test_an_error_that_comes_back_at_its_step_is_tried_twice(job: Job) -> None:
+    answers = []
+    for _ in range(2):
+        attempt = job.begin()
+        job.train(attempt, 1, 2)
+        FAILURE.write(attempt.errors)
+        job.folder.write_status("failed", attempt, exit_code=1)
+        answers.append(job.decide(15))
+    assert answers == [explain.QUEUE_AGAIN, 1]
+    assert "two attempts in a row ended like this after step 2" in job.verdict().reason
+
+
+def test_what_will_not_pass_is_not_tried_again(job: Job) -> None:
+    attempt = job.begin()
+    replace(FAILURE, error_type="TrainingFault", error="update 1: the loss is nan", exit_code=3).write(attempt.errors)
+    assert job.decide(15) == 3
+
+
+def test_no_job_is_queued_again_where_the_configuration_forbids_it(tmp_path: Path) -> None:
+    job = Job(tmp_path / "run", "cluster.requeue=false")
+    job.folder.write_status("stopped", job.begin(), exit_code=75, step=0)
+    assert job.decide(75, told=True) == 75
+
+
+def test_ranks_that_were_refused_before_an_attempt_began_end_the_job_with_what_they_said(job: Job) -> None:
+    job.restart = 0
+    refused = Problem(key="data.files", value="[x.txt]", rule="there is no such file")
+    job.printed(str(RefusedError([refused])), "srun: error: n1: task 0: Exited with exit code 2")
+    assert job.decide(15) == 2
+    assert job.verdict().reason == str(refused)
+
+
+def test_a_task_that_vanished_is_named_by_what_srun_says_and_not_its_victims(job: Job) -> None:
+    job.begin()
+    job.printed(
+        "srun: error: n2: task 1: Exited with exit code 7",
+        "srun: error: n1: task 0: Terminated",
+    )
+    assert job.decide(15) == explain.QUEUE_AGAIN
+    assert (job.verdict().cause, job.verdict().reason) == ("lost_rank", "rank 1 on n2: Exited with exit code 7")
+
+
+def test_a_job_that_slurm_ended_is_no_fault_of_the_rank_that_says_so(job: Job) -> None:
+    attempt = job.begin()
+    replace(FAILURE, error_type="BrokenPipeError", error="Broken pipe", exit_code=3).write(attempt.errors)
+    job.printed("slurmstepd-n1: error: *** JOB 42 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO TIME LIMIT ***")
+    assert job.decide(143) == explain.QUEUE_AGAIN
+    assert job.verdict().reason == "Slurm ended the job on n1: time limit"
+
+
+def test_a_launch_that_slurm_ended_without_asking_is_judged_by_the_next_one_before_its_ranks(job: Job) -> None:
+    answers = []
+    for _ in range(5):
+        environ = {**job.environ(), "SLURM_RESTART_COUNT": str(job.restart + 1)}
+        answers.append(explain.decide(job.folder.path, "before", told=False, environ=environ))
+        job.begin()
+    assert answers == [0, 0, 0, 0, 1], "the first start and three requeues"
+
+
+def test_a_cancelled_run_is_not_queued_again(job: Job) -> None:
+    job.folder.write_status("stopped", job.begin(), exit_code=75, step=0)
+    (job.folder.path / "cancel").touch()
+    assert job.decide(75, told=True) == 75
+
+
+def test_explain_counts_lost_steps_and_the_share_of_time_that_counts(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = job.begin()
+    job.train(first, 1, 5)
+    FAILURE.write(first.errors)
+    job.decide(15)
+    second = job.begin()
+    job.folder.cut_metrics(2, second)
+    EventLog(job.folder.events, attempt=2, rank=0).write("start", 2)
+    job.train(second, 3, 6)
+    story = explain.read(job.folder)
+    assert [(attempt.start_step, attempt.last_step, attempt.lost) for attempt in story.attempts] == [
+        (None, 5, 3),
+        (2, 6, 0),
+    ]
+    assert story.goodput == pytest.approx(6 * 0.5 / story.wall_seconds)
+    assert cli.main(["explain", str(job.folder.path)]) == 0
+    told = capsys.readouterr().out
+    assert "3 steps trained twice" in told and "code: rank 1" in " ".join(told.split())
+
+
+def test_explain_of_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", str(tmp_path)]) == 2
+    assert "no run lives there" in capsys.readouterr().err

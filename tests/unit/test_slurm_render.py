@@ -1,0 +1,216 @@
+"""Job scripts: what stands in them, that bash reads them, and that no text of a configuration becomes code."""
+
+import json
+import shlex
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwright.conf import compose
+from shardwright.conf.problems import RefusedError
+from shardwright.pretrain import checks_cluster, cli
+from shardwright.slurm import submit
+
+PRESETS = ("dgx_h100", "dgx_h200", "dgx_b200", "gb200_nvl72", "slurm")
+CONTAINERS = (
+    (),
+    ("cluster.container=pyxis", "cluster.image='nvcr.io#nvidia/pytorch:26.01'", "cluster.mounts=[/data:/data]"),
+    ("cluster.container=apptainer", "cluster.image=/images/ours.sif", "cluster.modules=[apptainer]"),
+)
+SMALL_BATCH = ("data.micro_batch_size=1", "data.global_batch_size=32")
+OPTIONS = {
+    "run.name": "--job-name",
+    "cluster.comment": "--comment",
+    "cluster.partition": "--partition",
+    "cluster.account": "--account",
+    "cluster.constraint": "--constraint",
+    "cluster.mail": "--mail-user",
+}
+"""Key that holds a text -> sbatch's option for it."""
+
+
+@pytest.fixture(autouse=True)
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stand-ins for Slurm's programs, which write down how they were called; the real ones: tests/slurm."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, prints in (("sbatch", "42"), ("squeue", ""), ("scancel", "")):
+        (folder / name).write_text(
+            f"#!{sys.executable}\n"
+            "import json, os, sys\n"
+            "old = os.umask(0)\n"
+            "open(__file__ + '.calls', 'a').write(json.dumps([old, *sys.argv[1:]]) + '\\n')\n"
+            f"print({prints!r}, end='')\n"
+        )
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+def calls(programs: Path, name: str) -> list[list[object]]:
+    path = programs / f"{name}.calls"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def bash_says_of(script: str) -> str:
+    return subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, check=False).stderr
+
+
+def options_of(script: str) -> dict[str, str]:
+    """What sbatch reads: the options before the first line that is no comment, quotes removed as a shell does."""
+    found = {}
+    for line in script.splitlines():
+        if line.startswith("#SBATCH "):
+            name, _, value = shlex.split(line.removeprefix("#SBATCH "))[0].partition("=")
+            found[name] = value
+    return found
+
+
+@pytest.mark.parametrize("container", CONTAINERS, ids=["bare", "pyxis", "apptainer"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_bash_reads_the_script_of_every_preset(preset: str, container: tuple[str, ...]) -> None:
+    prepared = submit.prepare([f"cluster={preset}", "cluster.nodes=4", "precision=bf16", *SMALL_BATCH, *container])
+    assert bash_says_of(prepared.script) == ""
+    options = options_of(prepared.script)
+    ranks = prepared.configs[0].world_size // 4
+    assert options["--nodes"] == "4"
+    assert options["--ntasks-per-node"] == str(ranks)
+    assert options["--gres"] == f"gpu:{ranks}"
+    assert f"--ntasks={4 * ranks}" in prepared.script, "one task per rank"
+    assert "--kill-on-bad-exit=1" in prepared.script
+
+
+def test_sbatch_is_told_to_signal_the_script_before_the_limit() -> None:
+    prepared = submit.prepare(["cluster=slurm", "cluster.signal_seconds=240", *SMALL_BATCH])
+    assert options_of(prepared.script)["--signal"] == "B:USR1@240"
+
+
+@pytest.mark.parametrize(
+    "text", ["x$(touch c)", "`touch c`", "a'; touch c; '", 'b"; touch c #', "c\\", "--wrap=touch c"]
+)
+def test_a_text_of_the_configuration_stays_one_word(text: str) -> None:
+    script = submit.prepare([*(compose.override(key, text) for key in OPTIONS), "run.dir=run", *SMALL_BATCH]).script
+    assert bash_says_of(script) == ""
+    assert {option: options_of(script)[option] for option in OPTIONS.values()} == dict.fromkeys(OPTIONS.values(), text)
+
+
+def test_a_folder_by_any_name_is_where_the_job_trains(tmp_path: Path) -> None:
+    folder = tmp_path / "a 'b' $(touch c) %j"
+    prepared = submit.prepare([compose.override("run.dir", str(folder)), *SMALL_BATCH])
+    body = prepared.script[prepared.script.index("\nrun=") : prepared.script.index("\nexec")]
+    told = subprocess.run(
+        ["bash", "-c", body + '\nprintf "%s\\n" "$run" "${overrides[@]}"'], capture_output=True, text=True, check=True
+    )
+    assert told.stdout.splitlines() == [str(folder), compose.override("run.dir", str(folder))]
+    assert options_of(prepared.script)["--output"] == f"{folder}/slurm-%j.log".replace(" %j/", " %%j/")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bin"]
+
+
+@pytest.mark.parametrize("key", ["run.name", "cluster.comment", "cluster.partition"])
+def test_a_text_of_several_lines_is_refused(key: str) -> None:
+    with pytest.raises(RefusedError, match="control character"):
+        submit.prepare([f'{key}="a\n#SBATCH --uid=0"', *SMALL_BATCH])
+
+
+def test_submitting_freezes_the_run_and_hands_slurm_names_of_variables_alone(
+    programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "hunter2")
+    folder = tmp_path / "run"
+    overrides = [f"run.dir={folder}", "cluster.export=[WANDB_API_KEY]", *SMALL_BATCH]
+    assert cli.main(["submit", *overrides]) == 0
+    assert "job 42" in capsys.readouterr().out
+    (call,) = calls(programs, "sbatch")
+    assert call[0] == 0o077
+    assert call[1:] == ["--parsable", f"--export={options_of((folder / 'job.sbatch').read_text())['--export']}",
+                        str(folder / "job.sbatch")]  # fmt: skip
+    assert compose.load(folder / "config.yaml").run.dir == str(folder)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    written = "".join(path.read_text() for path in folder.iterdir() if path.is_file())
+    assert "WANDB_API_KEY" in written and "hunter2" not in written
+
+
+def test_a_dry_run_prints_plan_and_script_and_touches_nothing(
+    programs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["submit", "run.dir=run", *SMALL_BATCH, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "#SBATCH --nodes=1" in out and "weights per rank" in out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bin"] and not calls(programs, "sbatch")
+
+
+def test_a_sweep_is_one_array_with_a_folder_per_point_and_leaves_out_what_is_done(
+    programs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sweep = ["run.dir=s", "optimizer.lr=1e-3,2e-3,4e-3,8e-3", *SMALL_BATCH, "cluster.array_limit=2"]
+    assert cli.main(["submit", "-m", *sweep]) == 0
+    folder = tmp_path / "s_sweep"
+    assert bash_says_of((folder / "job.sbatch").read_text()) == ""
+    points = json.loads((folder / "sweep.json").read_text())
+    assert [point["overrides"] for point in points] == [
+        [f"optimizer.lr={lr}"] for lr in ("0.001", "0.002", "0.004", "0.008")
+    ]
+    rates = [compose.load(Path(point["folder"]) / "config.yaml").optimizer.lr for point in points]
+    assert rates == [1e-3, 2e-3, 4e-3, 8e-3]
+    assert options_of((folder / "job.sbatch").read_text())["--array"] == "0-3%2"
+    (Path(points[1]["folder"]) / "status.json").write_text('{"state": "done"}')
+    again = submit.prepare_sweep(sweep)
+    assert options_of(again.script)["--array"] == "0,2-3%2"
+    capsys.readouterr()
+    assert cli.main(["submit", "status", str(folder)]) == 0
+    assert "done" in capsys.readouterr().out
+
+
+def test_a_run_that_lives_goes_on_with_what_is_typed_now(tmp_path: Path) -> None:
+    submit.prepare(["run.dir=run", *SMALL_BATCH]).send()
+    plain = submit.prepare(["run.dir=run"])
+    assert plain.points[0].overrides == [f"run.dir={tmp_path / 'run'}"]
+    longer = submit.prepare(["run.dir=run", "cluster.time=8:00:00"])
+    assert longer.points[0].overrides == ["cluster.time=8:00:00", f"run.dir={tmp_path / 'run'}"]
+    assert (longer.configs[0].data.global_batch_size, options_of(longer.script)["--time"]) == (32, "8:00:00")
+    with pytest.raises(RefusedError, match=r"run\.seed"):
+        submit.prepare(["run.dir=run", "run.seed=7"])
+
+
+def test_a_sweep_over_machines_is_refused() -> None:
+    with pytest.raises(RefusedError, match="one job array asks for one kind of machine"):
+        submit.prepare_sweep(["run.dir=s", "cluster.nodes=1,2", *SMALL_BATCH])
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("30", 1800), ("30:10", 1810), ("4:00:00", 14400), ("2-00", 172800), ("1-02:03:04", 93784), ("soon", None)],
+)
+def test_times_are_read_as_slurm_reads_them(text: str, seconds: int | None) -> None:
+    assert checks_cluster.seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("cluster.time=5", "cluster.time=5: leaves the run no time"),
+        ("cluster.time=soon", "cluster.time=soon: must be a time"),
+        ("cluster.memory=lots", "cluster.memory=lots"),
+        ("cluster.container=pyxis", "cluster.image=null"),
+        ("cluster.image=a.sif", "cluster.image=a.sif"),
+        ("cluster.export=['A=b']", "without values"),
+        ("cluster.partition=''", "cluster.partition"),
+        ("cluster.mounts=['data:data']", "absolute paths"),
+        ("cluster.switches=few", "cluster.switches=few"),
+    ],
+)
+def test_what_slurm_would_refuse_later_is_refused_now(override: str, told: str) -> None:
+    with pytest.raises(RefusedError) as caught:
+        submit.prepare([override, *SMALL_BATCH])
+    assert told in str(caught.value)
+
+
+def test_tensor_parallelism_over_nodes_is_refused_but_within_a_rack_of_trays() -> None:
+    eight = ["cluster.nodes=2", "parallel.tp=8", "model=llama3_8b", "precision=bf16", *SMALL_BATCH]
+    assert submit.prepare(["cluster=gb200_nvl72", *eight]).configs[0].world_size == 8
+    with pytest.raises(RefusedError, match="does not divide the 4 ranks of a node"):
+        submit.prepare(["cluster=dgx_h100", "cluster.gpus_per_node=4", *eight])
