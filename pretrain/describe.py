@@ -68,7 +68,7 @@ def describe(
             **fp8,
         },
         "kernels": engine.kernels(),
-        "process": process.facts(),
+        "process": process.facts(engine.device.type),
         "memory": engine.memory(),
         "param_groups": engine.parameter_groups,
         "data": {

@@ -16,9 +16,8 @@ DETERMINISTIC = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
 """What `execution.deterministic_mode` wants on a GPU. Source: megatron-core 0.19.2, training/determinism.py."""
-_TOLD = ("CUDA_DEVICE_MAX_CONNECTIONS", "OMP_NUM_THREADS")
-"""Variables that are always told, beside those that start with one of `_TOLD_PREFIXES`."""
-_TOLD_PREFIXES = ("NVTE_", "NCCL_", "CUBLAS_", "PYTORCH_")
+_OF_A_GPU = ("CUDA_DEVICE_MAX_CONNECTIONS", "NVTE_", "NCCL_", "CUBLAS_", "PYTORCH_")
+"""Names and beginnings of names of variables that bear on speed and results on a GPU."""
 
 
 def variables(config: Config, device: str) -> dict[str, str]:
@@ -45,12 +44,13 @@ def prepare(config: Config, device: str, local_rank: int) -> None:
             os.sched_setaffinity(0, near)
 
 
-def facts(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """For people: the variables that bear on speed and results, and the cores of this process."""
+def facts(device: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """For people: the variables that bear on speed and results on this device, and the cores of this process."""
+    prefixes = _OF_A_GPU if device == "cuda" else ()
     told = {
         name: value
         for name, value in sorted(environ.items())
-        if name in _TOLD or (name.startswith(_TOLD_PREFIXES) and len(value) < 100)
+        if name == "OMP_NUM_THREADS" or (name.startswith(prefixes) and len(value) < 100)
     }
     return {**told, "cores": _ranges(sorted(os.sched_getaffinity(0)))}
 

@@ -28,7 +28,7 @@ def start_facts(data: Mapping[str, Any]) -> Facts:
         ("model", _model(data.get("model", {}), data.get("parameters"))),
         ("layout", _layout(data.get("layout", {}))),
         ("precision", _pairs(data.get("precision", {}))),
-        ("kernels", ", ".join(f"{name.replace('_', ' ')} by {by}" for name, by in data.get("kernels", {}).items())),
+        ("kernels", "; ".join(f"{name.replace('_', ' ')}: {by}" for name, by in data.get("kernels", {}).items())),
         ("process", ", ".join(f"{name} {value}" for name, value in data.get("process", {}).items())),
         ("memory", _memory(data.get("memory", {}))),
         ("optimizer", _param_groups(data.get("param_groups", []))),

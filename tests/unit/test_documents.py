@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.conf import compose
-from shardwright.pretrain import checks, model_size
+from shardwright.pretrain import checks, model_size, sweep
 from shardwright.pretrain.metrics import COLUMNS
 
 from .. import models
@@ -28,8 +28,10 @@ def commands() -> list[str]:
 
 @pytest.mark.parametrize("command", commands())
 def test_a_command_breaks_no_rule(command: str) -> None:
-    overrides = [word for word in shlex.split(command) if "=" in word]
-    assert checks.config_problems(compose.compose(overrides)) == []
+    words = shlex.split(command)
+    overrides = [word for word in words if "=" in word]
+    for point in sweep.expand(overrides) if "-m" in words else [overrides]:
+        assert checks.config_problems(compose.compose(point)) == []
 
 
 def test_the_readme_shows_both_commands() -> None:

@@ -1,5 +1,6 @@
 """The process around a rank: its variables and cores are set before torch starts, whoever started it."""
 
+import ast
 import os
 import subprocess
 import sys
@@ -41,11 +42,12 @@ def test_a_rank_keeps_to_the_cores_near_its_gpu_that_it_was_given(
 
 
 def test_the_variables_and_cores_of_a_process_are_told() -> None:
-    script = "from shardwright.pretrain import process; print(process.facts())"
+    script = "from shardwright.pretrain import process; print(process.facts('cuda'), process.facts('cpu'), sep=chr(10))"
     environ = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "32", "NCCL_DEBUG": "WARN", "EDITOR": "vi"}
     told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environ)
-    facts = eval(told.stdout)
+    facts, on_the_cpu = map(ast.literal_eval, told.stdout.splitlines())
     assert facts["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
     assert facts["NCCL_DEBUG"] == "WARN"
     assert "EDITOR" not in facts
+    assert on_the_cpu.keys() <= {"OMP_NUM_THREADS", "cores"}
     assert process._ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
