@@ -163,6 +163,7 @@ CONFIG_RULES = (
     checks_layout.query_groups_share_heads,
     checks_layout.sequence_parallelism_needs_ranks,
     checks_layout.sequence_splits_evenly,
+    checks_layout.multi_token_prediction_has_whole_sequences,
     checks_layout.expert_parallelism_splits_experts,
     checks_layout.expert_tensor_parallelism_splits_experts,
     checks_layout.experts_want_sequence_parallelism,

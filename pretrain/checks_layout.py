@@ -111,6 +111,18 @@ def sequence_multiple(cp: int, tp: int) -> int:
     return cp * math.lcm(2, tp) if cp > 1 else tp
 
 
+def multi_token_prediction_has_whole_sequences(config: Config) -> Iterator[Problem]:
+    # Source: megatron-core 0.19.2, multi_token_prediction.py:876; measured: gradients of some tensors 1.2% off
+    cp, layers = config.parallel.cp, config.model.mtp_num_layers
+    if cp > 1 and layers is not None:
+        rule = (
+            f"model.mtp_num_layers={layers} would have other gradients than on one rank: megatron-core averages the "
+            "loss of multi-token prediction over the tokens of each context-parallel rank by itself"
+        )
+        remedy = "parallel.cp=1 works, or model.mtp_num_layers=null model.mtp_loss_scaling_factor=null"
+        yield Problem(key="parallel.cp", value=cp, rule=rule, remedy=remedy)
+
+
 # ---- experts ---------------------------------------------------------------------------------------------------------
 
 
@@ -154,11 +166,17 @@ def _unsplit(config: Config, tp: int) -> dict[str, int]:
     numbers = {
         "model.num_attention_heads": model.num_attention_heads,
         "model.ffn_hidden_size": model.ffn_hidden_size,
+        "model.moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size or 0,
         "padded vocabulary": plan.padded_vocab_size(model),
-        "width of queries, keys and values": plan.qkv_width(model),
     }
+    if not model.multi_latent_attention:  # latent attention splits nothing but heads
+        numbers["width of queries, keys and values"] = plan.qkv_width(model)
+    elif config.cluster.gpu is GpuKind.none:  # but for the layers of the CPU, which split what it compresses to
+        numbers["model.q_lora_rank"] = model.q_lora_rank or 0
+        compressed = (model.kv_lora_rank or 0) + (model.qk_pos_emb_head_dim or 0)
+        numbers["model.kv_lora_rank + model.qk_pos_emb_head_dim"] = compressed
     unsplit = {name: number for name, number in numbers.items() if number % tp}
     # Source: megatron-core 0.19.2, transformer_config.py:1338: with fewer groups than ranks, ranks share a group.
-    if model.num_query_groups % tp and tp % model.num_query_groups:
+    if not model.multi_latent_attention and model.num_query_groups % tp and tp % model.num_query_groups:
         unsplit["model.num_query_groups"] = model.num_query_groups
     return unsplit

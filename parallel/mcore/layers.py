@@ -24,6 +24,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from shardwright.parallel.mcore import uneven_parts
 from shardwright.parallel.mcore.context import ContextAttention
 from shardwright.parallel.mcore.emulated import EmulatedColumnParallelLinear, EmulatedRowParallelLinear
 
@@ -143,6 +144,7 @@ def _use_local_modules(emulated: bool) -> None:
     gpt_layer_specs.LNImpl = local_norm
     gpt_layer_specs.MLASelfAttention = LocalLatentAttention
     token_dispatcher.maybe_move_tensor_to_cpu = _splits_on_cpu
+    uneven_parts.install()
 
 
 def _splits_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

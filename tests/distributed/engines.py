@@ -22,22 +22,19 @@ TINY = [
     "model.ffn_hidden_size=96",
     "model.kv_channels=16",
     "model.vocab_size=500",
-    f"data.seq_length={SEQ_LENGTH}",
-    f"data.global_batch_size={GLOBAL_BATCH}",
-    "data.micro_batch_size=1",
 ]
 """A model whose vocabulary is padded (to 512), with grouped queries and a tied embedding."""
+BATCHES = [f"data.seq_length={SEQ_LENGTH}", f"data.global_batch_size={GLOBAL_BATCH}", "data.micro_batch_size=1"]
 
 
 def config_of(overrides: list[str], world_size: int) -> Config:
     """The tiny run with `overrides`."""
-    return compose([*TINY, f"cluster.ranks={world_size}", "cluster.gpu=none", *overrides])
+    return family_config([*TINY, *overrides], world_size)
 
 
 def family_config(overrides: list[str], world_size: int) -> Config:
     """A tiny sibling of a family (`model=tiny_...`) under the sequences and batches of these tests."""
-    sizes = [f"data.seq_length={SEQ_LENGTH}", f"data.global_batch_size={GLOBAL_BATCH}", "data.micro_batch_size=1"]
-    return compose([*sizes, f"cluster.ranks={world_size}", "cluster.gpu=none", *overrides])
+    return compose([*BATCHES, f"cluster.ranks={world_size}", "cluster.gpu=none", *overrides])
 
 
 def engine_of(config: Config, rank: int, store: str) -> Engine:

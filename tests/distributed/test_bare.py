@@ -22,12 +22,15 @@ LAYOUTS = {
     "data parallel": (2, []),
     "tensor and sequence parallel": (2, ["parallel.tp=2", "parallel.sp=true"]),
     "pipeline parallel": (2, ["parallel.pp=2"]),
+    "interleaved stages": (2, ["parallel.pp=2", "parallel.vpp=2", "parallel.pipeline_layout=E|t|t|L"]),
+    "context parallel": (2, ["parallel.cp=2"]),
 }
+EXPERTS = ["model=tiny_deepseek", "model.vocab_size=500", "model.num_layers=2", "model.moe_layer_freq='[0,1]'"]
 
 
 def losses_of_both(rank: int, world: int, store: str, overrides: list[str]) -> tuple[list[float], list[float]]:
     """Losses of the engine and of the bare loop, both in one rank, from the same seed."""
-    config = engines.config_of(overrides, world)
+    config = engines.family_config(overrides, world)
     steps = [engines.random_step(number, unmasked=UNMASKED) for number in range(NUM_STEPS)]
     engine = engines.engine_of(config, rank, store)
     lr, weight_decay = config.optimizer.lr, config.optimizer.weight_decay
@@ -42,6 +45,14 @@ def losses_of_both(rank: int, world: int, store: str, overrides: list[str]) -> t
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_engine_and_bare_loop_have_the_same_losses(run_ranks: RunRanks, name: str) -> None:
     world, overrides = LAYOUTS[name]
-    for ours, bare in run_ranks(losses_of_both, world, overrides):
+    assert_same(run_ranks(losses_of_both, world, [*engines.TINY, *overrides]))
+
+
+def test_both_learn_from_all_losses_of_a_model_with_experts_and_multi_token_prediction(run_ranks: RunRanks) -> None:
+    assert_same(run_ranks(losses_of_both, 2, [*EXPERTS, "parallel.ep=2"]))
+
+
+def assert_same(results: list[tuple[list[float], list[float]]]) -> None:
+    for ours, bare in results:
         assert ours == pytest.approx(bare, rel=RELATIVE)
         assert len(set(ours)) == NUM_STEPS

@@ -18,7 +18,7 @@ def curve(rank: int, world: int, store: str, overrides: list[str]) -> Curve:
     return engines.train(engines.engine_of(engines.config_of(overrides, world), rank, store), num_steps=3)
 
 
-@pytest.mark.parametrize("layout", [[], SPLIT], ids=["one rank", "TP2 with SP"])
+@pytest.mark.parametrize("layout", [[], SPLIT, ["parallel.cp=2"]], ids=["one rank", "TP2 with SP", "CP2"])
 def test_a_loss_in_chunks_is_the_loss_at_once(run_ranks: RunRanks, layout: list[str]) -> None:
     world = 2 if layout else 1
     whole = run_ranks(curve, world, layout)[0]

@@ -158,6 +158,26 @@ def test_parameters_are_treated_apart_by_their_name_in_the_whole_model(
         assert {(0.5, 1.0), (0.0, 0.0), (1.0, 1.0)} <= real
 
 
+def still_experts(rank: int, world: int, store: str, overrides: list[str]) -> set[str]:
+    """Parameters of experts that one step does not move, by their name in the whole model."""
+    from shardwright.parallel.mcore.optimizers import named_parameters
+
+    engine = engines.engine_of(engines.family_config(overrides, world), rank, store)
+    parameters = {name: own for name, own in named_parameters(engine.model.module).items() if ".local_experts." in name}
+    before = {name: parameter.clone() for name, parameter in parameters.items()}
+    engines.train(engine, 1)
+    engine.gather_parameters()
+    return {name for name, parameter in parameters.items() if torch.equal(parameter, before[name])}
+
+
+@pytest.mark.parametrize("layout", [[], ["parallel.ep=2"]], ids=["DP2", "EP2"])
+def test_an_expert_is_treated_apart_by_its_number_in_the_whole_model(run_ranks: RunRanks, layout: list[str]) -> None:
+    expert = "decoder.layers.1.mlp.experts.local_experts.3"
+    overrides = ["model=tiny_mixtral", "model.num_layers=2", f"optimizer.overrides=[{{match:'{expert}.*',lr_mult:0}}]"]
+    found = run_ranks(still_experts, 2, [*overrides, *layout])
+    assert set().union(*found) == {f"{expert}.linear_fc1.weight", f"{expert}.linear_fc2.weight"}
+
+
 def test_half_the_learning_rate_makes_half_the_step(run_ranks: RunRanks) -> None:
     whole = run_ranks(first_step, 1, [])[0]
     half = run_ranks(first_step, 1, ["optimizer.overrides=[{match:'*.linear_fc1.weight',lr_mult:0.5}]"])[0]

@@ -275,6 +275,19 @@ def test_a_number_out_of_range_is_refused_without_upsetting_other_rules(override
             "model.recompute_granularity=null works",
         ),
         ("cuda_graph_impl=full_iteration data.rampup_batch_size=[4,4,9]", "cuda_graph_impl", "rampup_batch_size"),
+        ("cuda_graph_impl=local model=tiny_mixtral", "cuda_graph_impl", "moe_pad_expert_input_to_capacity=true with"),
+        (
+            "bias_activation_fusion=true model=tiny_gpt model.activation_func=gelu",
+            "bias_activation_fusion",
+            "func=gelu",
+        ),
+        ("bias_activation_fusion=true model.gated_linear_unit=false", "bias_activation_fusion", "null or false works"),
+        (
+            "apply_rope_fusion=true model=tiny_deepseek model.rope_type=rope",
+            "apply_rope_fusion",
+            "rope_type=yarn alone",
+        ),
+        ("cross_entropy_chunks=256 parallel.cp=2 cluster.ranks=2", "cross_entropy_chunks", "chunks=128"),
         ("cuda_graph_impl=local cpu_offloading_num_layers=1", "cuda_graph_impl", "cuda_graph_impl=none works"),
         ("cuda_graph_impl=transformer_engine model.recompute_granularity=selective", "cuda_graph_impl", "computed aga"),
         ("deterministic_mode=true cross_entropy=native", "cross_entropy", "execution.cross_entropy=unfused works"),
@@ -284,7 +297,10 @@ def test_a_number_out_of_range_is_refused_without_upsetting_other_rules(override
     ],
 )
 def test_what_a_step_cannot_be_computed_with_is_refused(overrides: str, key: str, words: str) -> None:
-    typed = [word if "." in word or word.startswith("precision") else f"execution.{word}" for word in overrides.split()]
+    typed = [
+        word if "." in word or word.startswith(("precision", "model")) else f"execution.{word}"
+        for word in overrides.split()
+    ]
     found = {problem.key: str(problem) for problem in broken(*typed)}
     assert words in found[f"execution.{key}"]
 

@@ -17,6 +17,10 @@ MTP = "model=tiny_deepseek data=mock cluster.gpu=none data.global_batch_size=16 
         f"{EXPERTS} parallel.tp=2 parallel.sp=true parallel.ep=4 parallel.etp=1",
         f"{EXPERTS} parallel.cp=2 parallel.ep=4",
         f"{MTP} parallel.pp=2 parallel.vpp=2 parallel.pipeline_layout=E|tt|tt|mL",
+        f"{MTP} parallel.tp=2 parallel.sp=true parallel.ep=2 parallel.etp=1",
+        f"{MTP} parallel.cp=2 model.mtp_num_layers=null model.mtp_loss_scaling_factor=null",
+        # only the CPU's layers split what latent attention compresses to
+        f"{MTP} parallel.tp=2 parallel.sp=true model.kv_lora_rank=33 cluster.gpu=h200 cluster.gpus_per_node=2",
     ],
 )
 def test_experts_are_shared_out(overrides: str) -> None:
@@ -42,6 +46,21 @@ def test_experts_are_shared_out(overrides: str) -> None:
             f"{EXPERTS} parallel.etp=4 model.moe_ffn_hidden_size=66",
             "parallel.etp",
             "does not split the width of an expert, 66; parallel.etp=3 or parallel.etp=6 works",
+        ),
+        (
+            f"{MTP} parallel.tp=2 parallel.sp=true model.kv_lora_rank=33",
+            "parallel.tp",
+            "does not split evenly: model.kv_lora_rank + model.qk_pos_emb_head_dim=49; parallel.tp=1 works",
+        ),
+        (
+            f"{MTP} parallel.tp=2 parallel.sp=true model.moe_shared_expert_intermediate_size=63",
+            "parallel.tp",
+            "does not split evenly: model.moe_shared_expert_intermediate_size=63; parallel.tp=1 works",
+        ),
+        (
+            f"{MTP} parallel.cp=2",
+            "parallel.cp",
+            "tokens of each context-parallel rank by itself; parallel.cp=1 works, or model.mtp_num_layers=null",
         ),
         (
             f"{MTP} parallel.pp=2 parallel.pipeline_layout=Ett|ttL",
