@@ -97,6 +97,7 @@ class Loop:
         value = result.loss if what == "loss" else result.grad_norm
         text = f"update {update}: the {what} is {value} {where}"
         if self.context.config.resilience.on_non_finite is NonFinite.stop:
+            self.checkpoints.finish()  # of an earlier step: all ranks are well, and here together
             raise TrainingFault(f"{text}; the update was not made and nothing of it is saved")
         if self.context.environment.rank == 0:
             self.context.events.write("update_skipped", update, reason=text)

@@ -13,6 +13,9 @@ from . import commands
 LIMIT_SECONDS = 60.0
 """Within this time after its last good step a run has ended whose rank went wrong."""
 
+AT_ONCE = "checkpoint.async_save=false"
+"""A rank that is lost takes along what it was still writing; what all ranks stop for together does not."""
+
 
 class FaultyRun:
     """A run with a planted fault, and all that can be known of it afterwards."""
@@ -52,15 +55,15 @@ class FaultyRun:
 
 
 def test_a_rank_that_exits_ends_the_run_with_3(tmp_path: Path) -> None:
-    FaultyRun(tmp_path / "run", "exits").ended_by_rank_1(3, "exit code 7")
+    FaultyRun(tmp_path / "run", "exits", AT_ONCE).ended_by_rank_1(3, "exit code 7")
 
 
 def test_a_rank_that_is_killed_ends_the_run_with_3(tmp_path: Path) -> None:
-    FaultyRun(tmp_path / "run", "is_killed").ended_by_rank_1(3, "killed by SIGKILL")
+    FaultyRun(tmp_path / "run", "is_killed", AT_ONCE).ended_by_rank_1(3, "killed by SIGKILL")
 
 
 def test_a_rank_that_raises_ends_the_run_with_1_in_its_own_words(tmp_path: Path) -> None:
-    FaultyRun(tmp_path / "run", "raises").ended_by_rank_1(1, "ValueError: the planted error")
+    FaultyRun(tmp_path / "run", "raises", AT_ONCE).ended_by_rank_1(1, "ValueError: the planted error")
 
 
 def test_a_loss_that_is_not_finite_on_one_rank_stops_all_before_anything_is_saved(tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ NUM_KILLS = int(os.environ.get("TORTURE_KILLS", "5"))
 SEED = int(os.environ.get("TORTURE_SEED", str(time.time_ns() % 2**32)))
 STEPS_PER_KILL = 15
 """About as many as an attempt gets to, so that the last kills still find something to do."""
-MOMENTS_SECONDS = 2.0
-"""A kill comes within this time after an attempt's first step; one in five comes while it starts."""
+MOMENTS_STEPS, MOMENTS_SECONDS = 14, 0.5
+"""A kill comes after so many steps of an attempt at most, within this time; one in five comes while it starts."""
 START_SECONDS = 8.0
 OVERRIDES = (
     *commands.SMALL,
@@ -76,16 +76,16 @@ class Watch:
 
 def kill_once(watch: Watch, numbers: random.Random, *overrides: str) -> str:
     """One attempt that is killed; returns what was killed when, or "" if it came to its end before."""
-    known = len(commands.rows(watch.run_dir))
+    attempt = len(list((watch.run_dir / "attempts").glob("*"))) + 1
     command = commands.start(watch.run_dir, *overrides)
-    at_start = numbers.random() < 0.2
+    at_start, num_steps = numbers.random() < 0.2, numbers.randint(1, MOMENTS_STEPS)
     due = time.monotonic() + numbers.uniform(0, START_SECONDS) if at_start else None
     while due is None or time.monotonic() < due:
         if command.process.poll() is not None:
             assert command.wait().code == 0, command.wait().out
             return ""
         watch.look()
-        if due is None and len(commands.rows(watch.run_dir)) != known:
+        if due is None and sum(row["attempt"] == attempt for row in commands.rows(watch.run_dir)) >= num_steps:
             due = time.monotonic() + numbers.uniform(0, MOMENTS_SECONDS)
         time.sleep(0.01)
     pids = sorted(command.processes())
