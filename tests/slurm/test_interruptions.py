@@ -24,7 +24,7 @@ def test_a_second_incarnation_leaves_by_itself_and_spoils_nothing(run: Path, slu
     second = slurm.run("sbatch", "--parsable", str(run / "job.sbatch")).strip()
     slurm.wait(second, run)
     assert "another process trains there" in (run / f"slurm-{second}.log").read_text()
-    assert verdicts(run) == [("configuration", False)]
+    assert verdicts(run) == [("occupied", False)]
     slurm.shardwright("submit", "cancel", str(run))
     slurm.wait(first, run)
     steps = [step for step, _ in losses(run)]
