@@ -47,7 +47,7 @@ def test_the_time_limit_is_met_by_saving_and_going_on_in_the_next_job(run: Path,
 
 
 @pytest.mark.slow
-def test_a_node_whose_slurmd_is_killed_costs_the_steps_since_the_last_save(run: Path, slurm: Slurm) -> None:
+def test_a_run_goes_on_after_the_slurmd_of_one_of_its_nodes_was_killed(run: Path, slurm: Slurm) -> None:
     job = slurm.submit(*SMALL, *TWO_NODES, f"run.dir={run}", *LONG[:1], "checkpoint.save_interval=5")
     slurm.wait_for(lambda: (run / "checkpoints" / "step_00000005" / "COMMITTED").exists(), run)
     root = Path(os.environ["SLURM_CONF"]).parent
