@@ -22,7 +22,11 @@ _FORMS = {
     "cluster.memory": (r"\d+[KMGT]?", "must be a size as Slurm writes it", "cluster.memory=900G; 0 for all of a node"),
     "cluster.switches": (r"\d+(@[\d:-]+)?", "must be COUNT or COUNT@TIME", "cluster.switches=1@12:00:00"),
     "cluster.mounts": (r"/[^:,]*(:/[^:,]*){0,2}", "must be OUTSIDE:INSIDE, absolute paths", "[/data:/data]"),
-    "cluster.export": (r"[A-Za-z_]\w*", "must be names of variables, without values", "[WANDB_API_KEY]"),
+    "cluster.export": (
+        r"(?!(ALL|NONE|NIL)$)[A-Za-z_]\w*",
+        "must be names of variables, without values",
+        "[WANDB_API_KEY]",
+    ),
     "cluster.modules": (r"[^\s-]\S*", "must be names of modules", "[cuda/13.0]"),
 }
 """What some texts must look like: pattern, rule, remedy."""

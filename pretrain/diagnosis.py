@@ -21,6 +21,7 @@ from shardwright.pretrain.folder import Attempt, RunFolder
 
 CAUSES: dict[str, tuple[bool, str]] = {
     "done": (False, "the run is finished"),
+    "occupied": (False, "another process trains in the run's folder"),
     "cancelled": (False, "somebody cancelled it"),
     "stopped": (True, "it was told to stop, and saved"),
     "interrupted": (True, "it vanished without a word: a lost node, a kill, or Slurm queued it again"),
@@ -52,6 +53,8 @@ _SRUN = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<task>\d+)[^:]*: (?P<
 """How srun names a task that ended badly. Source: slurm/src/srun/libsrun/launch.c."""
 _ENDED = re.compile(r"\*\*\* JOB \S+ ON (?P<host>\S+) CANCELLED AT \S+ DUE TO (?P<why>[^*]+?) \*\*\*")
 """How Slurm says that it ended a job: JOB REQUEUE, TIME LIMIT, NODE FAILURE, PREEMPTION. Source: slurmstepd/req.c."""
+_OCCUPIED = re.compile(r"another process (trains|has begun attempt \d+) there[^;\n]*")
+"""How a start is refused whose folder has a living holder (`folder.RunFolder`)."""
 _VICTIM = re.compile(r"terminated|killed|exited with exit code (75|143|137)\b", re.IGNORECASE)
 
 
@@ -91,9 +94,14 @@ def judge(folder: RunFolder, launch: str, *, code: int, told: bool, log: str, ma
     """
     events = read_rows(folder.events)
     attempt = attempt_of(folder, launch)
-    cause, reason, exit_code = (
-        _refused_or_killed(code, told, log) if attempt is None else _attempt(folder, attempt, log)
-    )
+    occupied = _OCCUPIED.search(log)
+    if occupied and (attempt is None or folder.status().get("state") == "running"):
+        # a second incarnation of one job: the attempt by that name is the first one's, which lives
+        cause, reason, exit_code = "occupied", occupied.group(), REFUSED
+    elif attempt is None:
+        cause, reason, exit_code = _refused_or_killed(code, told, log)
+    else:
+        cause, reason, exit_code = _attempt(folder, attempt, log)
     if (folder.path / "cancel").exists() and cause != "done":
         cause, reason = "cancelled", CAUSES["cancelled"][1]
     saved = max((found.step for found in checkpoint_store.committed(folder.checkpoints)), default=0)

@@ -14,6 +14,7 @@ from pathlib import Path
 import jinja2
 
 from shardwright.conf.choices import Container, GpuKind
+from shardwright.conf.problems import Problem, RefusedError
 from shardwright.conf.schema import Config
 from shardwright.conf.schema_cluster import Cluster
 
@@ -36,9 +37,7 @@ class Point:
     """What `train` is told."""
 
 
-def script(
-    config: Config, points: Sequence[Point], *, name: str, log_folder: Path, slurm_bin: Path, array: bool = False
-) -> str:
+def script(config: Config, points: Sequence[Point], *, name: str, log_folder: Path, array: bool = False) -> str:
     """The whole script.
 
     Args:
@@ -46,7 +45,6 @@ def script(
         points: the run, or the points of a sweep that are to be run.
         name: the job's.
         log_folder: where the job writes before it knows its run.
-        slurm_bin: folder of Slurm's programs.
         array: whether it is a sweep.
     """
     cluster, local = config.cluster, config.world_size // config.cluster.nodes
@@ -71,11 +69,9 @@ def script(
     flags = ["requeue" if cluster.requeue else "no-requeue", *(["exclusive"] if cluster.exclusive else [])]
     container = _srun_container(cluster, points)
     return _template().render(
-        options=[f"{option}={shlex.quote(str(value))}" for option, value in options.items() if value is not None]
-        + flags,
+        options=[_option(name, str(value)) for name, value in options.items() if value is not None] + flags,
         points=points,
         array=array,
-        slurm_bin=str(slurm_bin),
         modules=cluster.modules,
         setup=cluster.setup,
         requeue=cluster.requeue,
@@ -84,6 +80,14 @@ def script(
         alone=(["srun", "--nodes=1", "--ntasks=1", "--overlap", "--export=ALL", *container] if container else [])
         + _inside(cluster, points),
     )
+
+
+def _option(name: str, value: str) -> str:
+    """One `#SBATCH` option; a line break would end its comment, and what follows would be code."""
+    if not value.isprintable():
+        rule = "holds a control character, and one line of the job script is written with it"
+        raise RefusedError([Problem(key=f"--{name}", value=repr(value), rule=rule)])
+    return f"{name}={shlex.quote(value)}"
 
 
 def exported(cluster: Cluster) -> str:

@@ -90,7 +90,7 @@ def prepare(overrides: Sequence[str]) -> Submission:
         points=[point],
         typed=[overrides],
         table=[],
-        script=render.script(config, [point], name=name, log_folder=point.folder, slurm_bin=programs.bin_folder()),
+        script=render.script(config, [point], name=name, log_folder=point.folder),
     )
 
 
@@ -129,9 +129,7 @@ def prepare_sweep(overrides: Sequence[str]) -> Submission:
             {"index": point.index, "overrides": list(point.swept), "folder": str(folder / point.name)}
             for point in points
         ],
-        script=render.script(
-            configs[0], jobs, name=folder.name, log_folder=folder, slurm_bin=programs.bin_folder(), array=True
-        ),
+        script=render.script(configs[0], jobs, name=folder.name, log_folder=folder, array=True),
     )
 
 

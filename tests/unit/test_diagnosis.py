@@ -164,6 +164,13 @@ def test_a_launch_that_slurm_ended_without_asking_is_judged_by_the_next_one_befo
     assert answers == [0, 0, 0, 0, 1], "the first start and three requeues"
 
 
+def test_a_job_that_slurm_launched_twice_is_not_queued_again_by_its_second_incarnation(job: Job) -> None:
+    job.begin()
+    job.printed("refused: 1 problem", "  - run.dir=x: another process trains there: pid 7 on n1; wait for it")
+    assert job.decide(2) == 2
+    assert (job.verdict().cause, job.verdict().reason) == ("occupied", "another process trains there: pid 7 on n1")
+
+
 def test_a_cancelled_run_is_not_queued_again(job: Job) -> None:
     job.folder.write_status("stopped", job.begin(), exit_code=75, step=0)
     (job.folder.path / "cancel").touch()

@@ -116,6 +116,14 @@ def test_a_text_of_several_lines_is_refused(key: str) -> None:
         submit.prepare([f'{key}="a\n#SBATCH --uid=0"', *SMALL_BATCH])
 
 
+def test_a_working_folder_of_several_lines_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "a\ntouch c"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    with pytest.raises(RefusedError, match="control character"):
+        submit.prepare([f"run.dir={tmp_path / 'run'}", *SMALL_BATCH])
+
+
 def test_submitting_freezes_the_run_and_hands_slurm_names_of_variables_alone(
     programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -198,6 +206,7 @@ def test_times_are_read_as_slurm_reads_them(text: str, seconds: int | None) -> N
         ("cluster.container=pyxis", "cluster.image=null"),
         ("cluster.image=a.sif", "cluster.image=a.sif"),
         ("cluster.export=['A=b']", "without values"),
+        ("cluster.export=[ALL]", "cluster.export=ALL"),
         ("cluster.partition=''", "cluster.partition"),
         ("cluster.mounts=['data:data']", "absolute paths"),
         ("cluster.switches=few", "cluster.switches=few"),
