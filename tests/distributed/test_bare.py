@@ -10,6 +10,7 @@ from shardwright.pretrain import plan
 
 from . import engines
 from .harness import RunRanks
+from .tail import long_tail
 
 NUM_STEPS = 4
 UNMASKED = [64, 3, 20, 17]
@@ -42,7 +43,9 @@ def losses_of_both(rank: int, world: int, store: str, overrides: list[str]) -> t
     return ours, (sums[:, 0] / sums[:, 1]).tolist()
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", long_tail(LAYOUTS, quick=["one rank", "tensor and sequence parallel", "interleaved stages"])
+)
 def test_engine_and_bare_loop_have_the_same_losses(run_ranks: RunRanks, name: str) -> None:
     world, overrides = LAYOUTS[name]
     assert_same(run_ranks(losses_of_both, world, [*engines.TINY, *overrides]))

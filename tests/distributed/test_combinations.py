@@ -10,6 +10,7 @@ from shardwright.pretrain.machine import detect
 from .. import combinations
 from ..combinations import FACTORS, Case, pairs_of
 from .harness import RunRanks
+from .tail import long_tail
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +18,7 @@ def cases() -> list[Case]:
     return combinations.cases("cpu", detect())
 
 
-@pytest.mark.parametrize("layout", FACTORS["layout"])
+@pytest.mark.parametrize("layout", long_tail(FACTORS["layout"], quick=["one rank", "TP2 with SP"]))
 def test_what_is_not_refused_trains(run_ranks: RunRanks, cases: list[Case], layout: str) -> None:
     running = [case for case in cases if layout in case.row and not case.problems]
     num_ranks = 1 if layout == "one rank" else 2

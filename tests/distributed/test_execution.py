@@ -5,22 +5,28 @@ import torch
 
 from . import engines
 from .harness import RunRanks
+from .tail import long_tail
 
 type Curve = list[tuple[float, float | None]]
 """Loss and gradient norm of each step."""
 
 SAME = 1e-6
 """Relative: fp32 sums in another order."""
-SPLIT = ["parallel.tp=2", "parallel.sp=true"]
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "one rank": (1, []),
+    "TP2 with SP": (2, ["parallel.tp=2", "parallel.sp=true"]),
+    "CP2": (2, ["parallel.cp=2"]),
+    "CP2 and TP2 with SP": (4, ["parallel.cp=2", "parallel.tp=2", "parallel.sp=true"]),
+}
 
 
 def curve(rank: int, world: int, store: str, overrides: list[str]) -> Curve:
     return engines.train(engines.engine_of(engines.config_of(overrides, world), rank, store), num_steps=3)
 
 
-@pytest.mark.parametrize("layout", [[], SPLIT, ["parallel.cp=2"]], ids=["one rank", "TP2 with SP", "CP2"])
-def test_a_loss_in_chunks_is_the_loss_at_once(run_ranks: RunRanks, layout: list[str]) -> None:
-    world = 2 if layout else 1
+@pytest.mark.parametrize("name", long_tail(LAYOUTS, quick=["one rank", "TP2 with SP"]))
+def test_a_loss_in_chunks_is_the_loss_at_once(run_ranks: RunRanks, name: str) -> None:
+    world, layout = LAYOUTS[name]
     whole = run_ranks(curve, world, layout)[0]
     chunked = run_ranks(curve, world, [*layout, "execution.cross_entropy_chunks=4"])[0]
     for (loss, norm), (loss_whole, norm_whole) in zip(chunked, whole, strict=True):

@@ -8,6 +8,7 @@ import pytest
 
 from .agreement import Run, assert_agree, start_from_scratch, train_from
 from .harness import RunRanks
+from .tail import long_tail
 
 NUM_STEPS = 4
 """Few: a token whose two best experts score alike to rounding goes to another in another layout, and then nothing
@@ -56,8 +57,6 @@ LAYOUTS = {
     "multi-token prediction behind stages of experts": ("deepseek", 4, ["parallel.pp=2", "parallel.ep=2"]),
     "latent attention over context-parallel ranks": ("latent attention", 2, ["parallel.cp=2", "parallel.ep=2"]),
 }
-QUICK = {"experts over tensor-parallel ranks", "a stage without experts"}
-"""Between them all three parts and three axes; the others are the long tail."""
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +72,7 @@ def alone(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Call
     return train
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("name", long_tail(LAYOUTS, quick=["experts over tensor-parallel ranks"]))
 def test_a_layout_of_experts_trains_like_one_rank(
     run_ranks: RunRanks, alone: Callable[[str], tuple[Path, Run]], tmp_path: Path, name: str
 ) -> None:

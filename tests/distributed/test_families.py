@@ -9,6 +9,7 @@ from shardwright.parallel.mcore import shards
 
 from . import engines
 from .harness import RunRanks
+from .tail import long_tail
 
 RELATIVE = 1e-5
 """As for layouts: fp32 sums in another order."""
@@ -50,19 +51,21 @@ def train_from(rank: int, world: int, store: str, overrides: list[str], start: P
     return curve, [name for name, old in before.items() if torch.equal(old, now[name])]
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module")
 def alone(request: pytest.FixtureRequest, run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory):
     start = tmp_path_factory.mktemp("start") / "checkpoint"
     overrides = config_overrides(request.param)
     return overrides, start, run_ranks(train_from, 1, overrides, start)[0]
 
 
+@pytest.mark.parametrize("alone", FAMILIES, indirect=True)
 def test_a_family_learns_and_moves_every_parameter(alone) -> None:
     _, _, (curve, still) = alone
     assert curve[-1][0] < curve[0][0]
     assert still == []
 
 
+@pytest.mark.parametrize("alone", long_tail(FAMILIES, quick=["tiny_qwen3_moe", "tiny_deepseek"]), indirect=True)
 def test_a_family_trains_in_tensor_parallel_like_on_one_rank(run_ranks: RunRanks, alone) -> None:
     overrides, start, (expected, _) = alone
     for curve, still in run_ranks(train_from, 2, [*overrides, "parallel.tp=2", "parallel.sp=true"], start):
@@ -143,7 +146,7 @@ def expert_losses(rank: int, world: int, store: str, overrides: list[str], start
     return [engine.train_step(batch, lr=0.0, weight_decay=0.0).expert_losses for _ in range(2)]
 
 
-@pytest.mark.parametrize("balancing", ["aux_loss", "seq_aux_loss"])
+@pytest.mark.parametrize("balancing", long_tail(["aux_loss", "seq_aux_loss"], quick=["seq_aux_loss"]))
 def test_the_balance_of_experts_is_reported_alike_in_every_layout(
     run_ranks: RunRanks, tmp_path: Path, balancing: str
 ) -> None:

@@ -8,6 +8,7 @@ import torch
 from .agreement import Run, assert_agree, start_from_scratch, train_from
 from .engines import TINY
 from .harness import RunRanks
+from .tail import long_tail
 
 NUM_STEPS = 10
 LAYOUTS = {
@@ -51,8 +52,8 @@ LAYOUTS = {
 }
 DEEP = [*TINY, "model.num_layers=4"]
 """Enough layers for two stages of two chunks."""
-QUICK = {"data parallel", "tensor and sequence parallel", "interleaved stages", "context parallel"}
-"""One of each kind; the others are the long tail."""
+QUICK = ("data parallel", "tensor and sequence parallel", "interleaved stages", "context parallel")
+"""One of each kind."""
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +69,7 @@ def alone(run_ranks: RunRanks, start: Path, tmp_path_factory: pytest.TempPathFac
     return run
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("name", long_tail(LAYOUTS, quick=QUICK))
 def test_a_layout_trains_like_one_rank(run_ranks: RunRanks, start: Path, alone: Run, tmp_path: Path, name: str) -> None:
     world, overrides = LAYOUTS[name]
     assert_agree(run_ranks(train_from, world, [*DEEP, *overrides], NUM_STEPS, start, tmp_path), alone)

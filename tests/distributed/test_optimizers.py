@@ -14,6 +14,7 @@ from shardwright.pretrain import requirements
 
 from . import engines
 from .harness import RunRanks
+from .tail import long_tail
 
 type Curve = list[tuple[float, float | None]]
 """Loss and gradient norm of each step."""
@@ -55,9 +56,7 @@ def go_on(rank: int, world: int, store: str, overrides: list[str], folder: Path,
     return engines.train(engine, 2, first_seed=2)
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.slow] if "without" in name else []) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", long_tail(LAYOUTS, quick=["TP2 with SP"]))
 @pytest.mark.parametrize(("optimizer", "relative"), OPTIMIZERS)
 def test_a_run_goes_on_bit_for_bit_and_in_another_layout(
     run_ranks: RunRanks, tmp_path: Path, optimizer: list[str], relative: float, layout: str
@@ -132,13 +131,13 @@ def what_moves(
     ("layout", "optimizer"),
     [
         (LAYOUTS["DP2"], "adam"),
-        (LAYOUTS["TP2 with SP"], "adam"),
+        pytest.param(LAYOUTS["TP2 with SP"], "adam", marks=pytest.mark.slow),
         (LAYOUTS["PP2"], "adam"),
-        (LAYOUTS["PP2"], "sgd"),
+        pytest.param(LAYOUTS["PP2"], "sgd", marks=pytest.mark.slow),
         (CHUNKS, "adam"),
         pytest.param(LAYOUTS["PP2"], "muon", marks=needs_muon),
-        pytest.param(LAYOUTS["DP2"], "muon", marks=needs_muon),
-        pytest.param(CHUNKS, "muon", marks=needs_muon),
+        pytest.param(LAYOUTS["DP2"], "muon", marks=[needs_muon, pytest.mark.slow]),
+        pytest.param(CHUNKS, "muon", marks=[needs_muon, pytest.mark.slow]),
     ],
 )
 def test_parameters_are_treated_apart_by_their_name_in_the_whole_model(

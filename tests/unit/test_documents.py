@@ -61,7 +61,7 @@ def test_the_table_of_models_is_what_plan_counts() -> None:
     rows = re.findall(r"^\| `(\w+)` \| ([\d,]+) [^|]*\| (?:all |([\d,]+) [^|]*)\|$", MODELS, re.MULTILINE)
     counted = {}
     for choice in models.MODELS:
-        model = compose.compose([f"model={choice}"]).model
+        model = models.model_of(choice)
         whole = model_size.weights(model)
         counted[choice] = (f"{whole.total:,}", f"{whole.active(model):,}" if model.num_moe_experts else "")
     assert {name: (total, active) for name, total, active in rows} == counted
