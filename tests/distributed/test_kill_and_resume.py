@@ -75,7 +75,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory, cache: str) -> Interru
         return lambda: has_step(step + 1)() and f"step_{step:08d}" in commands.checkpoints(run_dir)
 
     def writes_a_checkpoint() -> bool:
-        return has_step(5)() and any(name.startswith(".writing_") for name in commands.checkpoints(run_dir))
+        return f".writing_step_{2 * SAVE_INTERVAL:08d}" in commands.checkpoints(run_dir)
 
     first, again = (*OVERRIDES, cache, commands.ENDLESS, "data.num_workers=2"), ()
     kills = [
