@@ -8,6 +8,8 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from . import commands
 
 LIMIT_SECONDS = 60.0
@@ -54,6 +56,7 @@ class FaultyRun:
         assert self.checkpoints == ["latest", "step_00000002"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_exits_ends_the_run_with_3(tmp_path: Path) -> None:
     FaultyRun(tmp_path / "run", "exits", AT_ONCE).ended_by_rank_1(3, "exit code 7")
 
@@ -62,10 +65,12 @@ def test_a_rank_that_is_killed_ends_the_run_with_3(tmp_path: Path) -> None:
     FaultyRun(tmp_path / "run", "is_killed", AT_ONCE).ended_by_rank_1(3, "killed by SIGKILL")
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_ends_the_run_with_1_in_its_own_words(tmp_path: Path) -> None:
     FaultyRun(tmp_path / "run", "raises", AT_ONCE).ended_by_rank_1(1, "ValueError: the planted error")
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_on_one_rank_stops_all_before_anything_is_saved(tmp_path: Path) -> None:
     run = FaultyRun(tmp_path / "run", "has_nan")
     assert (run.code, run.left) == (3, []), run.out

@@ -25,6 +25,7 @@ def whole_steps(run_dir: Path) -> list[int]:
     return [checkpoint.step for checkpoint in checkpoint_store.committed(run_dir / "checkpoints")]
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_a_checkpoint_is_written_and_a_kill_then_costs_that_one_alone(
     tmp_path: Path, cache: str
 ) -> None:
@@ -76,7 +77,7 @@ def test_a_write_that_fails_surfaces_at_the_next_step_on_all_ranks_and_earlier_c
     assert commands.steps(run_dir)[-1] < 9, "it ended before the next save"
 
 
-@pytest.mark.parametrize("asynchronous", ["true", "false"])
+@pytest.mark.parametrize("asynchronous", ["true", pytest.param("false", marks=pytest.mark.slow)])
 def test_the_last_checkpoint_is_durable_before_exit_0_and_the_seconds_are_told(
     tmp_path: Path, cache: str, asynchronous: str
 ) -> None:
