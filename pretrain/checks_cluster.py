@@ -3,11 +3,11 @@
 import re
 from collections.abc import Iterator
 
-from shardwright.conf.choices import Container, GpuKind
+from shardwright.conf.choices import Container
 from shardwright.conf.compose import shown
 from shardwright.conf.problems import Problem
 from shardwright.conf.schema import Config
-from shardwright.pretrain.ranges import divisors, nearest, rest, value_of
+from shardwright.pretrain.ranges import value_of
 
 _TEXT_NAMES = (
     "partition account qos reservation constraint exclude switches image mounts python modules export mail comment"
@@ -89,20 +89,9 @@ def containers_have_an_image(config: Config) -> Iterator[Problem]:
         yield Problem(key="cluster.image", value=shown(image), rule=rule, remedy=remedy)
 
 
-def tensor_parallelism_stays_in_a_node(config: Config) -> Iterator[Problem]:
-    nodes, tp, world = config.cluster.nodes, config.parallel.tp, config.world_size
-    if nodes <= 1 or config.cluster.gpu is GpuKind.gb200 or rest(world, nodes):
-        return  # the trays of an NVL72 are one NVLink domain
-    if rest(world // nodes, tp):
-        rule = f"does not divide the {world // nodes} ranks of a node, and tensor parallelism needs its fast links"
-        remedy = nearest("parallel.tp", tp, divisors(world // nodes))
-        yield Problem(key="parallel.tp", value=tp, rule=rule, remedy=remedy)
-
-
 RULES = (
     time_leaves_room_to_save,
     texts_are_one_line,
     texts_have_their_form,
     containers_have_an_image,
-    tensor_parallelism_stays_in_a_node,
 )

@@ -45,6 +45,8 @@ def tensor_parallelism_stays_in_a_node(config: Config) -> Iterator[Problem]:
     layout, nodes = plan.possible_layout(config), config.cluster.nodes
     if layout is None or nodes < 2 or config.world_size % nodes or config.parallel.allow_tp_across_nodes:
         return
+    if config.cluster.gpu is GpuKind.gb200:
+        return  # the trays of an NVL72 are one NVLink domain
     per_node = plan.local_ranks(config)
     sizes = {"tp": layout.tp} if config.parallel.etp is None else {"tp": layout.tp, "etp": layout.etp}
     for axis, size in sizes.items():

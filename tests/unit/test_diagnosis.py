@@ -1,6 +1,5 @@
 """What happened to a launch, and whether the job is queued again: read from what a run's folder holds."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import pytest
 
 from shardwright.conf import compose
 from shardwright.conf.problems import Problem, RefusedError
-from shardwright.pretrain import cli, diagnosis, explain
+from shardwright.pretrain import checkpoint_store, cli, diagnosis, explain
 from shardwright.pretrain.events import EventLog, JsonLines, now, read_rows
 from shardwright.pretrain.faults import Failure
 from shardwright.pretrain.folder import Attempt, RunFolder
@@ -43,10 +42,8 @@ class Job:
             lines.append({"step": step, "loss": 1.0, "step_seconds": 0.5, "time": now(), "attempt": attempt.number})
 
     def save(self, step: int) -> None:
-        path = self.folder.checkpoints / f"step_{step:08d}"
-        path.mkdir(parents=True)
-        (path / "COMMITTED").touch()
-        (path / "manifest.json").write_text(json.dumps({"format_version": 1, "step": step, "files": {}}))
+        temporary = checkpoint_store.begin(self.folder.checkpoints, step)
+        checkpoint_store.commit(temporary, {"step": step}, {})
 
     def printed(self, *lines: str) -> None:
         with (self.folder.path / "slurm-42.log").open("a") as log:

@@ -221,5 +221,5 @@ def test_what_slurm_would_refuse_later_is_refused_now(override: str, told: str) 
 def test_tensor_parallelism_over_nodes_is_refused_but_within_a_rack_of_trays() -> None:
     eight = ["cluster.nodes=2", "parallel.tp=8", "model=llama3_8b", "precision=bf16", *SMALL_BATCH]
     assert submit.prepare(["cluster=gb200_nvl72", *eight]).configs[0].world_size == 8
-    with pytest.raises(RefusedError, match="does not divide the 4 ranks of a node"):
+    with pytest.raises(RefusedError, match="has groups across nodes of 4 ranks"):
         submit.prepare(["cluster=dgx_h100", "cluster.gpus_per_node=4", *eight])
