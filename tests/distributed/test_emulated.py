@@ -14,6 +14,7 @@ from shardwright.parallel.mcore.engine import Engine
 
 from . import engines
 from .harness import RunRanks
+from .tail import long_tail
 
 type Curve = list[tuple[float, float | None]]
 """Loss and gradient norm of each step."""
@@ -33,7 +34,9 @@ def curve(rank: int, world: int, store: str, overrides: list[str]) -> Curve:
     return engines.train(engines.engine_of(engines.config_of(overrides, world), rank, store), num_steps=4)
 
 
-@pytest.mark.parametrize("recipe", ["fp8_delayed", "fp8_current", "fp8_blockwise", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize(
+    "recipe", long_tail(["fp8_delayed", "fp8_current", "fp8_blockwise", "mxfp8", "nvfp4"], quick=["fp8_delayed"])
+)
 def test_every_recipe_trains_near_fp32_and_not_in_it(run_ranks: RunRanks, recipe: str) -> None:
     plain = run_ranks(curve, 1, [])[0]
     narrow = run_ranks(curve, 1, [f"precision={recipe}", "precision.dtype=fp32", EMULATED])[0]
@@ -63,7 +66,7 @@ def state_of(engine: Engine) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("layout", [name for name, (world, _) in LAYOUTS.items() if world > 1])
+@pytest.mark.parametrize("layout", long_tail(["TP2", "TP2 with SP", "DP2", "PP2"], quick=["TP2 with SP"]))
 def test_scales_and_histories_are_the_same_to_the_bit_on_all_ranks_of_the_group(
     run_ranks: RunRanks, layout: str
 ) -> None:
@@ -86,7 +89,7 @@ def test_each_amax_enters_a_history_once_per_micro_batch(run_ranks: RunRanks) ->
     "how",
     [
         "model.recompute_granularity=full model.recompute_method=uniform model.recompute_num_layers=1",
-        "model.recompute_granularity=selective model.recompute_modules=[mlp]",
+        pytest.param("model.recompute_granularity=selective model.recompute_modules=[mlp]", marks=pytest.mark.slow),
     ],
 )
 def test_recomputation_changes_neither_losses_nor_histories(run_ranks: RunRanks, how: str) -> None:
@@ -128,7 +131,7 @@ def loaded(rank: int, world: int, store: str, overrides: list[str], folder: Path
     return state_of(engine), engines.train(engine, 2, first_seed=2)
 
 
-@pytest.mark.parametrize("layout", ["one rank", "TP2 with SP", "PP2"])
+@pytest.mark.parametrize("layout", long_tail(["one rank", "TP2 with SP", "PP2"], quick=["TP2 with SP"]))
 def test_a_checkpoint_holds_scales_and_histories(run_ranks: RunRanks, tmp_path: Path, layout: str) -> None:
     world, overrides = LAYOUTS[layout]
     before = run_ranks(saved, world, overrides, tmp_path / "checkpoint")
@@ -144,6 +147,7 @@ def test_scales_and_histories_load_in_another_layout(run_ranks: RunRanks, tmp_pa
         assert loss_there == pytest.approx(loss, rel=2e-3), "a row-parallel layer's gradient has a scale a rank"
 
 
+@pytest.mark.slow
 def test_a_longer_or_shorter_history_keeps_the_newest_amaxes(run_ranks: RunRanks, tmp_path: Path) -> None:
     found, _ = run_ranks(saved, 1, [], tmp_path / "checkpoint")[0]
     for length in (2, 6):
@@ -152,6 +156,7 @@ def test_a_longer_or_shorter_history_keeps_the_newest_amaxes(run_ranks: RunRanks
             assert other[name] == (scale, ([0.0] * 8 + amaxes)[-length:])
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_bf16_to_fp8_and_back(run_ranks: RunRanks, tmp_path: Path) -> None:
     """Without histories a run in FP8 begins with scales of 1 and fills them within its first step."""
     plain = ["precision=bf16"]
