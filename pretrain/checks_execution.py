@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Mapping
 
 from shardwright.conf.choices import AttentionBackend, CrossEntropy, CudaGraph, DType, GpuKind
+from shardwright.conf.compose import shown
 from shardwright.conf.problems import Problem
 from shardwright.conf.schema import Config
 from shardwright.pretrain import machine as machines
@@ -126,6 +127,4 @@ def _on_the_cpu(config: Config) -> Iterator[Problem]:
         key = f"execution.{name}"
         value = value_of(config, key)
         if value not in values:
-            text = {True: "true"}.get(value, getattr(value, "name", value))
-            default = getattr(values[0], "name", "null" if values[0] is None else values[0])
-            yield Problem(key=key, value=text, rule="needs a GPU", remedy=f"{key}={default} works")
+            yield Problem(key=key, value=shown(value), rule="needs a GPU", remedy=f"{key}={shown(values[0])} works")

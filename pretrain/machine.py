@@ -7,7 +7,8 @@ order too unless different models of GPU are mixed.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,21 +44,16 @@ class Machine:
 def detect(environ: Mapping[str, str] = os.environ) -> Machine:
     """Look at this machine; never raises for what is missing or denied."""
     versions = {feature: requirements.version(feature) for feature in requirements.REQUIREMENTS}
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        return Machine(versions=versions, notes=(f"NVML: {error}",))
-    try:
-        notes: list[str] = []
-        handles = _visible(environ.get("CUDA_VISIBLE_DEVICES"), notes)
+    notes: list[str] = []
+    with _visible_gpus(environ, notes) as handles:
+        if handles is None:
+            return Machine(versions=versions, notes=tuple(notes))
         return Machine(
             gpus=tuple(_gpu(handle, notes) for handle in handles),
             driver=_ask(pynvml.nvmlSystemGetDriverVersion, notes),
             versions=versions,
             notes=tuple(dict.fromkeys(notes)),
         )
-    finally:
-        pynvml.nvmlShutdown()
 
 
 def gpu_state(local_rank: int, environ: Mapping[str, str] = os.environ) -> dict[str, float | None]:
@@ -70,17 +66,11 @@ def gpu_state(local_rank: int, environ: Mapping[str, str] = os.environ) -> dict[
         "power_watts": (pynvml.nvmlDeviceGetPowerUsage, (), 1e-3),  # NVML counts milliwatts
     }
     state: dict[str, float | None] = dict.fromkeys(queries)
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return state
-    try:
-        for handle in _visible(environ.get("CUDA_VISIBLE_DEVICES"), notes)[local_rank : local_rank + 1]:
+    with _visible_gpus(environ, notes) as handles:
+        for handle in (handles or [])[local_rank : local_rank + 1]:
             for name, (query, arguments, unit) in queries.items():
                 answer = _ask(query, notes, handle, *arguments)
                 state[name] = None if answer is None else answer * unit
-    finally:
-        pynvml.nvmlShutdown()
     return state
 
 
@@ -88,17 +78,11 @@ def cores_near_gpu(local_rank: int, environ: Mapping[str, str] = os.environ) -> 
     """CPU cores on the NUMA node of the GPU that a local rank has; empty where NVML does not say."""
     notes: list[str] = []
     num_words = -(-(os.cpu_count() or 1) // 64)
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return set()
-    try:
-        for handle in _visible(environ.get("CUDA_VISIBLE_DEVICES"), notes)[local_rank : local_rank + 1]:
+    with _visible_gpus(environ, notes) as handles:
+        for handle in (handles or [])[local_rank : local_rank + 1]:
             scope = pynvml.NVML_AFFINITY_SCOPE_NODE
             words = _ask(pynvml.nvmlDeviceGetCpuAffinityWithinScope, notes, handle, num_words, scope) or []
             return {64 * place + bit for place, word in enumerate(words) for bit in range(64) if word >> bit & 1}
-    finally:
-        pynvml.nvmlShutdown()
     return set()
 
 
@@ -107,6 +91,21 @@ def device(config: Config, machine: Machine) -> str:
     if config.cluster.gpu is GpuKind.auto:
         return "cuda" if machine.gpus else "cpu"
     return "cpu" if config.cluster.gpu is GpuKind.none else "cuda"
+
+
+@contextmanager
+def _visible_gpus(environ: Mapping[str, str], notes: list[str]) -> Iterator[list[Any] | None]:
+    """NVML while it is open: handles of the visible GPUs; None and a note where there is no NVML."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        notes.append(f"NVML: {error}")
+        yield None
+        return
+    try:
+        yield _visible(environ.get("CUDA_VISIBLE_DEVICES"), notes)
+    finally:
+        pynvml.nvmlShutdown()
 
 
 def _visible(selection: str | None, notes: list[str]) -> list[Any]:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 
 from shardwright.conf.schema import Config
+from shardwright.conf.spans import spans
 from shardwright.pretrain import machine
 
 DETERMINISTIC = {
@@ -52,16 +53,4 @@ def facts(device: str, environ: Mapping[str, str] = os.environ) -> dict[str, str
         for name, value in sorted(environ.items())
         if name == "OMP_NUM_THREADS" or (name.startswith(prefixes) and len(value) < 100)
     }
-    return {**told, "cores": _ranges(sorted(os.sched_getaffinity(0)))}
-
-
-def _ranges(numbers: list[int]) -> str:
-    """`0-3,8` of 0, 1, 2, 3, 8."""
-    texts: list[str] = []
-    first = last = None
-    for number in [*numbers, None]:
-        if first is not None and number != last + 1:  # type: ignore[operator]
-            texts.append(str(first) if first == last else f"{first}-{last}")
-            first = None
-        first, last = (number if first is None else first), number
-    return ",".join(texts)
+    return {**told, "cores": spans(sorted(os.sched_getaffinity(0)))}

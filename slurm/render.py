@@ -17,6 +17,7 @@ from shardwright.conf.choices import Container, GpuKind
 from shardwright.conf.problems import Problem, RefusedError
 from shardwright.conf.schema import Config
 from shardwright.conf.schema_cluster import Cluster
+from shardwright.conf.spans import spans
 
 ENVIRONMENT = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "MODULEPATH")
 """Variables that go along with every job."""
@@ -97,14 +98,7 @@ def exported(cluster: Cluster) -> str:
 
 def _array(points: Sequence[Point], limit: int | None) -> str:
     """`0-3,5%2`: these points, two of them at a time."""
-    numbers = [point.index for point in points]
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    text = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    text = spans(point.index for point in points)
     return text if limit is None else f"{text}%{limit}"
 
 

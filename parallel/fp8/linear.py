@@ -8,7 +8,6 @@ A recipe quantises both operands of a product; the product itself is made in fp3
 stand for. A tensor core sums them in another order, so results agree within rounding and codes agree exactly.
 """
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -37,14 +36,18 @@ class Products(Protocol):
 class Recipe(Protocol):
     """How a layer quantises."""
 
-    def products(self) -> Products:
-        """For one call of the layer; what it takes from the layer's state stays as it is until its backward pass."""
+    def products(self, *, training: bool = True) -> Products:
+        """For one call of the layer; what it takes from the layer's state stays as it is until its backward pass.
+
+        Args:
+            training: whether the layer trains; in evaluation its state stays as it is.
+        """
 
 
 class _Stateless:
     """A recipe without state serves every call itself."""
 
-    def products(self) -> Any:
+    def products(self, *, training: bool = True) -> Any:
         return self
 
 
@@ -53,16 +56,13 @@ class CurrentScaling(_Stateless):
 
     Args:
         forward, backward: formats of X and W, and of dY.
-        reduce_amax: makes an amax [] that of the whole tensor, where ranks hold parts of it.
     """
 
-    def __init__(
-        self, forward: Format, backward: Format, reduce_amax: Callable[[torch.Tensor], torch.Tensor] = lambda amax: amax
-    ) -> None:
-        self._forward, self._backward, self._reduce = forward, backward, reduce_amax
+    def __init__(self, forward: Format, backward: Format) -> None:
+        self._forward, self._backward = forward, backward
 
     def _quantized(self, matrix: torch.Tensor, format: Format) -> torch.Tensor:
-        scale = quantize.current_scale(self._reduce(quantize.amax_of(matrix)), format)
+        scale = quantize.current_scale(quantize.amax_of(matrix), format)
         return quantize.by_tensor(matrix, format, scale).dequantize()
 
     def forward(self, x: torch.Tensor, w: torch.Tensor) -> Pair:
@@ -142,7 +142,7 @@ class _Linear(torch.autograd.Function):
         return dx, (left.T @ right).to(w.dtype), None
 
 
-def linear(x: torch.Tensor, w: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+def linear(x: torch.Tensor, w: torch.Tensor, recipe: Recipe, *, training: bool = True) -> torch.Tensor:
     """X [..., K] @ W [N, K].T, differentiable, with all three products by `recipe`."""
-    result: torch.Tensor = _Linear.apply(x, w, recipe.products())
+    result: torch.Tensor = _Linear.apply(x, w, recipe.products(training=training))
     return result

@@ -18,7 +18,6 @@ from shardwright.parallel.fp8.formats import (
     E4M3,
     FP32_MAX,
     Format,
-    Infinity,
     decode,
     decode_e8m0,
     encode,
@@ -85,11 +84,9 @@ def current_scale(amax: torch.Tensor, format: Format, *, power_of_two: bool = Fa
     return torch.where((amax == 0) | ~amax.isfinite(), torch.ones_like(amax), scale)
 
 
-def by_tensor(
-    matrix: torch.Tensor, format: Format, scale: torch.Tensor, infinity: Infinity = Infinity.saturate
-) -> Quantized:
+def by_tensor(matrix: torch.Tensor, format: Format, scale: torch.Tensor) -> Quantized:
     """One scale [] for all of the matrix: delayed and current scaling."""
-    codes = encode(matrix.float() * scale, format, infinity)
+    codes = encode(matrix.float() * scale, format)
     return Quantized(codes, scale.reciprocal(), format, (0, 0))
 
 
@@ -112,20 +109,18 @@ def mxfp8(matrix: torch.Tensor, format: Format = E4M3) -> Quantized:
     return Quantized(_matrix(codes, matrix.shape), decode_e8m0(exponents), format, (1, MX_BLOCK))
 
 
-def nvfp4(matrix: torch.Tensor, amax: torch.Tensor | None = None, *, square: bool = False) -> Quantized:
+def nvfp4(matrix: torch.Tensor, *, square: bool = False) -> Quantized:
     """E2M1 with two scales: fp32 for the tensor, E4M3 for each 1 x 16, or 16 x 16 for weights.
 
     Args:
         matrix: [M, K].
-        amax: of the whole tensor, also of other ranks' parts; None for that of `matrix`.
         square: blocks of 16 x 16.
 
     Source: transformer_engine 2.20.2, pytorch/custom_recipes/reference_nvfp4.py, _quantize_blockwise_reference.
     """
     block = (NV_BLOCK if square else 1, NV_BLOCK)
     blocks = _blocks(matrix.float(), block)
-    tensor_amax = amax_of(matrix) if amax is None else amax
-    encode_scale = (E4M3.max * E2M1.max / tensor_amax).clamp(max=FP32_MAX)
+    encode_scale = (E4M3.max * E2M1.max / amax_of(matrix)).clamp(max=FP32_MAX)
     encode_scale = torch.where(encode_scale == 0, torch.ones_like(encode_scale), encode_scale)
     multiplier = encode_scale * torch.tensor(E2M1.max, device=matrix.device).reciprocal()
     stored = decode(encode((blocks.abs().amax((1, 3)) * multiplier).clamp(max=FP32_MAX), E4M3), E4M3)

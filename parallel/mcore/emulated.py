@@ -49,10 +49,7 @@ class _Emulated:
             input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
         elif allreduce_dgrad:
             input = copy_to_tensor_model_parallel_region(input, group=tp_group)
-        recipe = self.recipe
-        if isinstance(recipe, DelayedScaling):
-            recipe = _OfThisCall(recipe, self.training)
-        output = linear(input, weight, recipe)
+        output = linear(input, weight, self.recipe, training=self.training)
         return output if bias is None else output + bias
 
     def get_extra_state(self) -> torch.Tensor | None:
@@ -74,13 +71,6 @@ class _Emulated:
             kept = min(len(saved), len(history.amaxes))
             history.amaxes = torch.cat([torch.zeros_like(history.amaxes)[kept:], saved[len(saved) - kept :]])
             history.scale = tensors[f"{operand}.scale"].to(history.scale.device)
-
-
-class _OfThisCall:
-    """A layer's delayed scaling, told whether the layer trains."""
-
-    def __init__(self, recipe: DelayedScaling, training: bool) -> None:
-        self.products = partial(recipe.products, training=training)
 
 
 class EmulatedColumnParallelLinear(_Emulated, ColumnParallelLinear):  # type: ignore[misc]

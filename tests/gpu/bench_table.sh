@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# The tables of docs/log.md: every recipe, and what each way to compute a step gains or costs. About 12 minutes on an H200.
+# The tables of docs/log.md: ours against the bare loop, every recipe, what each way to compute a step gains or costs.
+# Some 25 minutes on an H200.
 # usage, in the repository's root: tests/gpu/bench_table.sh WHEELS RESULTS [PART...]
-# Parts: whole recipes levers. WHEELS is a folder of wheels, or "-" where everything is installed.
+# Parts: against whole recipes levers. WHEELS is a folder of wheels, or "-" where everything is installed.
 set -uo pipefail
 results=$2
 mkdir -p "$results"
@@ -11,6 +12,7 @@ shift 2
 bench() {  # NAME ARGUMENTS: a table on the terminal, JSON in RESULTS
   echo "=== $1"
   python3 -P -m shardwright.pretrain bench step --warmup "${WARMUP:-3}" --steps "${STEPS:-8}" --json "${@:2}" > "$results/$1.json"
+  [ -s "$results/$1.json" ] || return  # refused, and said so
   python3 - "$results/$1.json" <<'ROWS'
 import json, sys
 
@@ -31,13 +33,15 @@ for point in points:
 ROWS
 }
 
-for part in "${@:-whole recipes levers}"; do
+[ $# -gt 0 ] || set -- against whole recipes levers
+for part in "$@"; do
   case $part in
-    whole) bench whole -m experiment=bench_llama3_8b precision=fp8_delayed,bf16 ;;
-    recipes)
-      bench recipes -m experiment=bench_8b_16l precision=bf16,fp8_delayed,fp8_guide,fp8_current,fp8_blockwise
-      bench fp8_against_bare experiment=bench_8b_16l precision=fp8_delayed --against bare
+    against)
+      bench against_8b -m experiment=bench_8b_16l precision=bf16,fp8_delayed --against bare
+      bench against_1b -m experiment=bench_llama32_1b precision=bf16,fp8_delayed --against bare
       ;;
+    whole) bench whole -m experiment=bench_llama3_8b precision=fp8_delayed,bf16 ;;
+    recipes) bench recipes -m experiment=bench_8b_16l precision=bf16,fp8_delayed,fp8_guide,fp8_current,fp8_blockwise ;;
     levers)
       fp8="experiment=bench_8b_16l precision=fp8_delayed"
       bench fusion -m $fp8 execution.gradient_accumulation_fusion=true,false

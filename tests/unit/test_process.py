@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from shardwright.conf.compose import compose
+from shardwright.conf.spans import spans
 from shardwright.pretrain import machine, process
 
 
@@ -50,4 +51,4 @@ def test_the_variables_and_cores_of_a_process_are_told() -> None:
     assert facts["NCCL_DEBUG"] == "WARN"
     assert "EDITOR" not in facts
     assert on_the_cpu.keys() <= {"OMP_NUM_THREADS", "cores"}
-    assert process._ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
+    assert spans([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
