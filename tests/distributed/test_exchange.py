@@ -17,8 +17,9 @@ from .harness import RunRanks
 
 SMALL_FILE_BYTES = 50_000
 EMBEDDING, VOCABULARY = "embedding.word_embeddings.weight", 500
-LOSS_TOLERANCE = 1e-4
-"""Relative: the rows that pad the vocabulary count in the softmax and begin at zero again; untrained it is 3% more."""
+LOSS_TOLERANCE = 4e-3
+"""Relative: the 12 rows that pad the vocabulary to 512 count in the softmax and begin at zero again, at most
+log(512/500) = 0.024 of a loss of 6.16 while logits are small; an untrained model's loss is 3% higher."""
 
 
 @pytest.fixture(scope="module")
