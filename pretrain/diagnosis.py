@@ -27,6 +27,7 @@ CAUSES: dict[str, tuple[bool, str]] = {
     "interrupted": (True, "it vanished without a word: a lost node, a kill, or Slurm queued it again"),
     "lost_rank": (True, "a rank vanished"),
     "hardware": (True, "a GPU or its memory failed"),
+    "hang": (True, "a rank gave no sign for longer than it may"),
     "network": (True, "ranks lost each other, and none says why"),
     "timeout": (True, "something took longer than it may"),
     "code": (True, "an unforeseen error"),
@@ -75,6 +76,10 @@ class Verdict:
     requeue: bool
     exit_code: int
     """Of the run, where it is not queued again."""
+    host: str = ""
+    """Of the rank to blame; empty where none is."""
+    nodes: tuple[str, ...] = ()
+    """Nodes that the next try does better without: hardware that failed, a hang, a rank lost there twice in a row."""
 
     def as_event(self) -> dict[str, Any]:
         """Arguments of `EventLog.write`, the step among them."""
@@ -97,19 +102,28 @@ def judge(folder: RunFolder, launch: str, *, code: int, told: bool, log: str, ma
     occupied = _OCCUPIED.search(log)
     if occupied and (attempt is None or folder.status().get("state") == "running"):
         # a second incarnation of one job: the attempt by that name is the first one's, which lives
-        cause, reason, exit_code = "occupied", occupied.group(), REFUSED
+        cause, reason, exit_code, host = "occupied", occupied.group(), REFUSED, ""
     elif attempt is None:
-        cause, reason, exit_code = _refused_or_killed(code, told, log)
+        cause, reason, exit_code, host = *_refused_or_killed(code, told, log), ""
     else:
-        cause, reason, exit_code = _attempt(folder, attempt, log)
+        cause, reason, exit_code, host = _attempt(folder, attempt, log)
     if (folder.path / "cancel").exists() and cause != "done":
         cause, reason = "cancelled", CAUSES["cancelled"][1]
     saved = max((found.step for found in checkpoint_store.committed(folder.checkpoints)), default=0)
     step = None if attempt is None else last_step(folder, attempt.number)
+    before = verdicts(events)
     verdict = Verdict(
-        launch=launch, cause=cause, reason=reason, step=step, saved=saved, requeue=CAUSES[cause][0], exit_code=exit_code
+        launch=launch,
+        cause=cause,
+        reason=reason,
+        step=step,
+        saved=saved,
+        requeue=CAUSES[cause][0],
+        exit_code=exit_code,
+        host=host,
+        nodes=_nodes_to_blame(cause, host, before),
     )
-    against = _against(verdict, verdicts(events), max_requeues) if verdict.requeue else None
+    against = _against(verdict, before, max_requeues) if verdict.requeue else None
     if against:
         verdict = Verdict(**{**asdict(verdict), "requeue": False, "reason": f"{reason}; {against}"})
     return verdict
@@ -117,7 +131,12 @@ def judge(folder: RunFolder, launch: str, *, code: int, told: bool, log: str, ma
 
 def verdicts(events: Sequence[Row]) -> list[Verdict]:
     """The verdicts among the events of a run, in their order."""
-    return [Verdict(step=row["step"], **row["data"]) for row in events if row["kind"] == "verdict"]
+    found = []
+    for row in events:
+        if row["kind"] == "verdict":
+            nodes = tuple(row["data"].get("nodes", ()))
+            found.append(Verdict(**{**row["data"], "step": row["step"], "nodes": nodes}))
+    return found
 
 
 def attempt_of(folder: RunFolder, launch: str) -> Attempt | None:
@@ -158,28 +177,35 @@ def cause_of(failure: Failure) -> str:
     return "training" if failure.exit_code == FAULT else "code"
 
 
-def _attempt(folder: RunFolder, attempt: Attempt, log: str) -> tuple[str, str, int]:
-    """Cause, reason and exit code of an attempt that has begun."""
+def _nodes_to_blame(cause: str, host: str, before: Sequence[Verdict]) -> tuple[str, ...]:
+    """Nodes to leave out of the next try: one lost rank may be an accident, the next one on the same node is none."""
+    again = cause == "lost_rank" and bool(before) and (before[-1].cause, before[-1].host) == (cause, host)
+    return (host,) if host and (cause in ("hardware", "hang") or again) else ()
+
+
+def _attempt(folder: RunFolder, attempt: Attempt, log: str) -> tuple[str, str, int, str]:
+    """Cause, reason, exit code and the host to blame of an attempt that has begun."""
     status = folder.status()
     state = status.get("state") if status.get("attempt_id") == attempt.id else None
     if state == "done":
-        return "done", CAUSES["done"][1], 0
+        return "done", CAUSES["done"][1], 0, ""
     if state == "stopped":
-        return "stopped", CAUSES["stopped"][1], STOPPED
+        return "stopped", CAUSES["stopped"][1], STOPPED, ""
     ended = _ENDED.search(log)
     if ended:  # what ranks say then follows from it
-        return "interrupted", f"Slurm ended the job on {ended['host']}: {ended['why'].lower()}", UNFORESEEN
+        return "interrupted", f"Slurm ended the job on {ended['host']}: {ended['why'].lower()}", UNFORESEEN, ""
     failures = faults.collect(attempt.errors, wait_seconds=0)
     spoken = {failure.rank for failure in failures}
     failures += [failure for failure in _named_by_srun(log) if failure.rank not in spoken]
     if failures:
         failure = faults.culprit(failures)
-        return cause_of(failure), f"rank {failure.rank} on {failure.host}: {failure.error}", failure.exit_code
+        reason = f"rank {failure.rank} on {failure.host}: {failure.error}"
+        return cause_of(failure), reason, failure.exit_code, failure.host
     if state == "failed":
         error: dict[str, Any] = status.get("error") or {}
         code = int(status.get("exit_code") or UNFORESEEN)
-        return "interrupted", str(error.get("error", CAUSES["interrupted"][1])), code
-    return "interrupted", CAUSES["interrupted"][1], UNFORESEEN
+        return "interrupted", str(error.get("error", CAUSES["interrupted"][1])), code, ""
+    return "interrupted", CAUSES["interrupted"][1], UNFORESEEN, ""
 
 
 def _named_by_srun(log: str) -> list[Failure]:

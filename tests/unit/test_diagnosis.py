@@ -14,6 +14,8 @@ from shardwright.pretrain.folder import Attempt, RunFolder
 
 FAILURE = Failure(rank=1, host="n2", exit_code=1, error_type="ValueError", error="no", traceback=None, time=1.0)
 
+ECC = replace(FAILURE, error_type="RuntimeError", error="CUDA error: uncorrectable ECC error encountered")
+
 
 class Job:
     """A Slurm job of one run, whose ranks are played: attempts are written as ranks write them."""
@@ -142,6 +144,24 @@ def test_a_task_that_vanished_is_named_by_what_srun_says_and_not_its_victims(job
     )
     assert job.decide(15) == explain.QUEUE_AGAIN
     assert (job.verdict().cause, job.verdict().reason) == ("lost_rank", "rank 1 on n2: Exited with exit code 7")
+
+
+def test_a_node_is_to_blame_for_its_hardware_at_once_and_for_a_lost_rank_when_it_loses_another(job: Job) -> None:
+    lost = replace(FAILURE, error_type=None, error="killed by SIGKILL", exit_code=3)
+    blamed = []
+    for step, failure in enumerate([lost, replace(lost, host="n3"), replace(lost, host="n3"), FAILURE, ECC], start=1):
+        attempt = job.begin()
+        job.train(attempt, step, step)
+        failure.write(attempt.errors)
+        job.decide(15)
+        blamed.append(job.verdict().nodes)
+    assert blamed == [(), (), ("n3",), (), ("n2",)]
+
+
+def test_a_verdict_of_an_earlier_version_names_no_nodes(job: Job) -> None:
+    data = {"launch": "42, restart 0", "cause": "code", "reason": "", "saved": 0, "requeue": True, "exit_code": 1}
+    EventLog(job.folder.events, attempt=1, rank=None).write("verdict", 3, **data)
+    assert (job.verdict().step, job.verdict().nodes) == (3, ())
 
 
 def test_a_job_that_slurm_ended_is_no_fault_of_the_rank_that_says_so(job: Job) -> None:
