@@ -334,6 +334,17 @@ class PrecisionBackend(Enum):
     """The same arithmetic by plain torch operations, on any device: slow, to study a recipe and to check it."""
 
 
+class Launcher(Enum):
+    """What starts the ranks of a Slurm job."""
+
+    srun = "srun"
+    """One task of srun per rank."""
+    torchrun = "torchrun"
+    """One task of srun per node, and in it torchrun, which starts the node's ranks."""
+    ft_launcher = "ft_launcher"
+    """The same with the launcher of nvidia-resiliency-ext, which starts failed ranks again inside of the job."""
+
+
 class Container(Enum):
     """What the ranks of a Slurm job run in."""
 

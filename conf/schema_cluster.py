@@ -5,7 +5,7 @@ A key that is null is left out of the job script, so that the site's own default
 
 from dataclasses import dataclass
 
-from shardwright.conf.choices import Container, GpuKind
+from shardwright.conf.choices import Container, GpuKind, Launcher
 from shardwright.conf.keys import items, key
 
 
@@ -43,8 +43,18 @@ class Cluster:
     """Memory of one node: `900G`; 0 for all that it has."""
     exclusive: bool = key(resume="free")
     """Share the nodes with no other job."""
+    launcher: Launcher = key(resume="free")
+    """What starts the ranks of a job."""
+    in_job_restarts: int = key(resume="free")
+    """How often failed ranks start again inside of one job, without Slurm; `launcher=ft_launcher` can."""
+    spare_nodes: int = key(resume="free")
+    """Nodes beside `nodes` that wait in the job to take the place of one that is lost; `launcher=ft_launcher` can."""
     requeue: bool = key(resume="free")
     """Queue the job again after a preemption, the time limit, or a fault that may pass."""
+    chain: int = key(resume="free")
+    """Jobs that are submitted at once, each to begin when the one before has ended, where a site forbids requeues."""
+    exclude_failed: bool = key(resume="free")
+    """Leave a node whose hardware failed, or on which a rank hung, out of the tries that follow."""
     signal_seconds: int = key(resume="free")
     """This long before the time limit, or before Slurm preempts, the run is told to save and stop. Slurm counts in
     minutes and may be up to 60 s early. More than the longest step, evaluation and save together."""

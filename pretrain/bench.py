@@ -18,13 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from shardwright.conf import compose
 from shardwright.conf.choices import DataSource, LrDecayStyle, WeightDecayIncrStyle
 from shardwright.conf.problems import Problem, RefusedError, refuse
 from shardwright.conf.schema import Config
-from shardwright.pretrain import bench_report, checks, faults, machine, plan, ranks, sweep
+from shardwright.pretrain import bench_report, checks, faults, machine, plan, ranks, sweep, terminal
 from shardwright.pretrain.bench_report import ORDER, Speed
 from shardwright.pretrain.folder import RunFolder
 from shardwright.pretrain.launch import defaults, launch
@@ -98,7 +96,7 @@ def bench_step(overrides: Sequence[str], options: Options, *, multirun: bool = F
 
 def _measure_all(planned: Plan, folder: RunFolder, options: Options, device: str, name: str) -> list[Speed] | int:
     """All measurements of one configuration; the exit code of ranks that failed."""
-    progress = Console(stderr=True, highlight=False)
+    progress = terminal.console(stderr=True)
     order = ORDER * options.rounds if options.against else ORDER[:1]
     speeds: list[Speed] = []
     for number, loop in enumerate(order, start=1):

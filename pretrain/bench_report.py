@@ -7,7 +7,6 @@ how much they differ.
 import dataclasses
 import math
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import batched
@@ -17,7 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from shardwright.pretrain import plan, provenance
+from shardwright.pretrain import plan, provenance, terminal
 from shardwright.pretrain.machine import Machine
 from shardwright.pretrain.plan import Plan
 from shardwright.pretrain.summary import count, size
@@ -207,7 +206,7 @@ def _cells(speed: Speed) -> list[str]:
 
 
 def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    return terminal.console(160)
 
 
 def _whole(value: float | None) -> str:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from shardwright.conf.choices import Container
+from shardwright.conf.choices import Container, Launcher
 from shardwright.conf.compose import shown
 from shardwright.conf.problems import Problem
 from shardwright.conf.schema import Config
@@ -89,9 +89,29 @@ def containers_have_an_image(config: Config) -> Iterator[Problem]:
         yield Problem(key="cluster.image", value=shown(image), rule=rule, remedy=remedy)
 
 
+def restarts_inside_a_job_have_their_launcher(config: Config) -> Iterator[Problem]:
+    cluster = config.cluster
+    if cluster.launcher is Launcher.ft_launcher:
+        return
+    for key, value in (("in_job_restarts", cluster.in_job_restarts), ("spare_nodes", cluster.spare_nodes)):
+        if value > 0:
+            rule = f"cluster.launcher={cluster.launcher.name} starts no rank a second time inside of a job"
+            remedy = f"cluster.launcher=ft_launcher, or cluster.{key}=0: Slurm queues the job again"
+            yield Problem(key=f"cluster.{key}", value=value, rule=rule, remedy=remedy)
+
+
+def a_chain_is_instead_of_requeues(config: Config) -> Iterator[Problem]:
+    if config.cluster.chain > 1 and config.cluster.requeue:
+        rule = "a job that is queued again needs no successor"
+        remedy = "cluster.requeue=false where the site forbids requeues, or cluster.chain=1"
+        yield Problem(key="cluster.chain", value=config.cluster.chain, rule=rule, remedy=remedy)
+
+
 RULES = (
     time_leaves_room_to_save,
     texts_are_one_line,
     texts_have_their_form,
     containers_have_an_image,
+    restarts_inside_a_job_have_their_launcher,
+    a_chain_is_instead_of_requeues,
 )

@@ -88,11 +88,10 @@ def plan(options: argparse.Namespace) -> int:
 
 def submit(options: argparse.Namespace) -> int:
     """Put a run or a sweep into Slurm's queue; or say how it stands there, or cancel it."""
-    from rich.console import Console
-
+    from shardwright.pretrain import terminal
     from shardwright.slurm import submit, watch
 
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
+    console = terminal.console(WIDTH)
     if options.overrides and options.overrides[0] in ("status", "cancel"):
         what, *folders = options.overrides
         if not folders:
@@ -108,8 +107,10 @@ def submit(options: argparse.Namespace) -> int:
         _print_plan(prepared.configs[0], as_json=False)
         print(prepared.script, end="")
         return 0
-    job = prepared.send()
+    job, *followers = prepared.send()
     print(f"job {job} in {prepared.folder}")
+    for follower in followers:
+        print(f"job {follower} after it")
     for row in prepared.table:
         print(f"  {job}_{row['index']}  {' '.join(row['overrides'])}")
     return 0
@@ -120,7 +121,7 @@ def explain(options: argparse.Namespace) -> int:
     from shardwright.pretrain import explain
 
     if options.verdict is not None:
-        return explain.decide(Path(options.run), options.verdict, told=options.told)
+        return explain.decide(Path(options.run), options.verdict, told=options.told, after=options.after)
     return explain.run(Path(options.run), as_json=options.json)
 
 
@@ -205,15 +206,13 @@ def _wrapped(text: str) -> str:
 
 
 def _print_plan(config: Config, *, as_json: bool) -> None:
-    from rich.console import Console
-
-    from shardwright.pretrain import plan, plan_table
+    from shardwright.pretrain import plan, plan_table, terminal
 
     planned = plan.make_plan(config)
     if as_json:
         print(json.dumps(plan.as_json(planned), indent=2))
     else:
-        plan_table.show(planned, Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False))
+        plan_table.show(planned, terminal.console(WIDTH))
 
 
 # ---- the parsers -----------------------------------------------------------------------------------------------------
@@ -283,6 +282,7 @@ def _explain_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print it as JSON")
     parser.add_argument("--verdict", metavar="CODE", help=argparse.SUPPRESS)
     parser.add_argument("--told", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--after", metavar="JOB", help=argparse.SUPPRESS)
 
 
 def _plan_options(parser: argparse.ArgumentParser) -> None:

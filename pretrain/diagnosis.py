@@ -142,13 +142,14 @@ def verdicts(events: Sequence[Row]) -> list[Verdict]:
 def attempt_of(folder: RunFolder, launch: str) -> Attempt | None:
     """The attempt that a launch began, if it came that far."""
     job, _, restart = launch.partition(", ")
+    by = rf"slurm {re.escape(job)}\.\d+, {re.escape(restart)}"
     for path in sorted(folder.attempts.glob("[0-9]*"), reverse=True):
         try:
             attempt = Attempt.at(path)
             launch_id = attempt.launch["launch_id"]
         except (OSError, ValueError, KeyError):
             continue  # killed while it was written
-        if re.fullmatch(rf"slurm {re.escape(job)}\.\d+, {re.escape(restart)}", launch_id):
+        if re.fullmatch(rf"{by}|torchrun {by} at .*", launch_id):
             return attempt
     return None
 
@@ -232,7 +233,7 @@ def _refused_or_killed(code: int, told: bool, log: str) -> tuple[str, str, int]:
     """The same where no attempt was begun: refused, or ended before it came that far."""
     if told:
         return "interrupted", "it was told to stop before it had begun", STOPPED
-    if code == REFUSED or re.search(r"Exited with exit code 2\b", log):
+    if code == REFUSED or re.search(r"Exited with exit code 2\b|^ *exitcode *: 2\b", log, re.MULTILINE):
         said = [line.removeprefix("  - ") for line in log.splitlines() if line.startswith("  - ")]  # RefusedError
         return "configuration", said[0] if said else CAUSES["configuration"][1], REFUSED
     return "interrupted", f"the ranks began no attempt (srun ended with {code})", UNFORESEEN

@@ -7,7 +7,6 @@ the last end in which steps were trained that count; the rest is starting, savin
 
 import json
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -20,7 +19,7 @@ from rich.table import Table
 
 from shardwright.conf import compose
 from shardwright.conf.problems import Problem, RefusedError
-from shardwright.pretrain import diagnosis
+from shardwright.pretrain import diagnosis, terminal
 from shardwright.pretrain.diagnosis import Verdict
 from shardwright.pretrain.events import EventLog, Row, read_rows
 from shardwright.pretrain.folder import RunFolder
@@ -70,14 +69,23 @@ def run(path: Path, *, as_json: bool = False) -> int:
     if as_json:
         print(json.dumps(story.as_json(), indent=1))
     else:
-        show(story, Console(width=None if sys.stdout.isatty() else 110, highlight=False))
+        show(story, terminal.console(110))
     return 0
 
 
-def decide(path: Path, ended: str, *, told: bool, environ: Mapping[str, str] = os.environ) -> int:
+def decide(
+    path: Path, ended: str, *, told: bool, after: str | None = None, environ: Mapping[str, str] = os.environ
+) -> int:
     """What a job script asks, before the ranks (`ended` is "before") and after them (srun's exit code).
 
     Before the ranks it writes down the verdict on a former launch that Slurm ended without asking.
+
+    Args:
+        path: the run's folder.
+        ended: what the ranks ended with.
+        told: whether the script was told to stop.
+        after: the job before this one in a chain.
+        environ: Slurm's variables.
 
     Returns:
         Before: 0 to start the ranks. After: `QUEUE_AGAIN`, or the run's exit code.
@@ -85,10 +93,18 @@ def decide(path: Path, ended: str, *, told: bool, environ: Mapping[str, str] = o
     folder, job, restart = RunFolder(path), environ["SLURM_JOB_ID"], int(environ.get("SLURM_RESTART_COUNT", "0"))
     before = ended == "before"
     events = read_rows(folder.events)
-    launch = f"{job}, restart {restart - before}"
-    if before and (restart == 0 or any(verdict.launch == launch for verdict in diagnosis.verdicts(events))):
+    if before and restart == 0 and after is None:
         return 0
-    printed = _printed(folder.path / f"slurm-{job}.log", restart - before)
+    if before:
+        job, restart = (after, 0) if after and restart == 0 else (job, restart - 1)
+    launch = f"{job}, restart {restart}"
+    verdicts, log = diagnosis.verdicts(events), folder.path / f"slurm-{job}.log"
+    known = next((verdict for verdict in verdicts if verdict.launch == launch), None)
+    if after and not log.exists():  # the job before was taken out of the queue: what counts is what happened last
+        known = verdicts[-1] if verdicts else None
+    if before and known is not None:
+        return 0 if known.requeue or not after else _given_up(known)
+    printed = _printed(log, restart)
     config = compose.load(folder.config)
     verdict = diagnosis.judge(
         folder,
@@ -96,15 +112,23 @@ def decide(path: Path, ended: str, *, told: bool, environ: Mapping[str, str] = o
         code=1 if before else int(ended),
         told=told,
         log=printed,
-        max_requeues=config.resilience.max_requeues if config.cluster.requeue else 0,
+        max_requeues=config.resilience.max_requeues if config.cluster.requeue or config.cluster.chain > 1 else 0,
     )
     number = max((row["attempt"] for row in events), default=0)
-    log = EventLog(folder.events, attempt=number, rank=None)
-    log.write("verdict", **verdict.as_event())
+    book = EventLog(folder.events, attempt=number, rank=None)
+    book.write("verdict", **verdict.as_event())
     print(f"== {verdict.cause}: {verdict.reason} -> {'queue again' if verdict.requeue else 'stop'}", flush=True)
+    if config.cluster.exclude_failed and verdict.nodes:
+        folder.exclude(verdict.nodes)
     if before:
-        return 0 if verdict.requeue else verdict.exit_code or 1
+        return 0 if verdict.requeue else _given_up(verdict)
     return QUEUE_AGAIN if verdict.requeue else verdict.exit_code
+
+
+def _given_up(verdict: Verdict) -> int:
+    """What a job leaves with that begins no ranks: 0 tells its script to go on."""
+    print(f"== nothing is started: {verdict.cause} ({verdict.reason})", flush=True)
+    return verdict.exit_code or 1
 
 
 def read(folder: RunFolder) -> Story:
@@ -136,7 +160,8 @@ def read(folder: RunFolder) -> Story:
         launch = folder.attempts / f"{number:03d}" / "launch.json"
         if launch.exists():
             told = json.loads(launch.read_text())
-            story.launcher = told["launch_id"] if told.get("launcher") == "srun" else str(told.get("launcher", ""))
+            by_slurm = told.get("launcher") == "srun" or "slurm" in told.get("launch_id", "")
+            story.launcher = told["launch_id"] if by_slurm else str(told.get("launcher", ""))
     stories = list(attempts.values())
     wall = _seconds(stories[0].first, max(story.last for story in stories)) if stories else 0.0
     useful = sum(row["step_seconds"] for row in metrics)

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.conf.problems import Problem, RefusedError
-from shardwright.pretrain import metrics
+from shardwright.pretrain import metrics, nodelist
 from shardwright.pretrain.events import drop_torn_line, now
 
 _OWN = re.compile(r"\.?(config\.yaml|overrides\.txt|lock\.json)(\.\d+)?|attempts|lock")
@@ -154,6 +154,11 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def excluded_nodes(self) -> Path:
+        """Under Slurm: nodes that failed, separated by commas."""
+        return self.path / "excluded_nodes"
+
+    @property
     def lock_info(self) -> Path:
         """Who holds, or held last, the lock."""
         return self.path / "lock.json"
@@ -203,6 +208,19 @@ class RunFolder:
                 stop.set()
         finally:
             os.close(fd)
+
+    def excluded(self, configured: str | None) -> str | None:
+        """Nodes that are not to be used, in Slurm's form: those of `cluster.exclude`, and those that failed before."""
+        names = [configured or ""]
+        if self.excluded_nodes.exists():
+            given = nodelist.expand(configured, variable="cluster.exclude") if configured else []
+            names += [name for name in self.excluded_nodes.read_text().strip().split(",") if name not in given]
+        return ",".join(filter(None, names)) or None
+
+    def exclude(self, nodes: Sequence[str]) -> None:
+        """Write down nodes that failed; the file is the user's to change, too."""
+        known = self.excluded_nodes.read_text().strip().split(",") if self.excluded_nodes.exists() else []
+        write_atomic(self.excluded_nodes, ",".join(dict.fromkeys([*filter(None, known), *nodes])) + "\n")
 
     def is_held_by(self, attempt: Attempt) -> bool:
         """Whether this attempt may write; where nobody can be read, it may."""

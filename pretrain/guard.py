@@ -52,10 +52,10 @@ def adopt_orphans(adopt: bool) -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
 
 
-def children() -> set[int]:
-    """Process ids of this process's children, adopted ones included."""
+def children(process: int | None = None) -> set[int]:
+    """Process ids of a process's children, adopted ones included; of this one's if None."""
     found: set[int] = set()
-    for thread in Path("/proc/self/task").iterdir():
+    for thread in Path(f"/proc/{process or 'self'}/task").iterdir():
         with contextlib.suppress(OSError):
             found.update(int(pid) for pid in (thread / "children").read_text().split())
     return found

@@ -107,7 +107,7 @@ def launch(
     before = guard.children()
     guard.adopt_orphans(True)
     members = _Ranks(attempt)
-    with _latched_signals() as signals:
+    with latched_signals() as signals:
         try:
             _start(members, world_size, added, lock_fd, command)
             return _supervise(members, signals, watch, on_stop)
@@ -156,7 +156,7 @@ def _start(members: _Ranks, world_size: int, added: Mapping[str, str], lock_fd: 
             if rank == 0:
                 environ[ranks.STORE_FD] = str(listener.fileno())
                 fds.append(listener.fileno())
-            with attempt.log(rank).open("ab") as log, _blocked(STOP_SIGNALS):
+            with attempt.log(rank).open("ab") as log, blocked(STOP_SIGNALS):
                 members.processes.append(
                     subprocess.Popen(
                         [*command, str(attempt.path)],
@@ -209,7 +209,7 @@ def _reap_orphans(before: set[int]) -> None:
 
 
 @contextlib.contextmanager
-def _latched_signals() -> Iterator[_Signals]:
+def latched_signals() -> Iterator[_Signals]:
     """Count stop signals instead of dying of them."""
     signals = _Signals()
     previous = {signum: signal.signal(signum, signals.handle) for signum in STOP_SIGNALS}
@@ -221,7 +221,7 @@ def _latched_signals() -> Iterator[_Signals]:
 
 
 @contextlib.contextmanager
-def _blocked(signums: Sequence[signal.Signals]) -> Iterator[None]:
+def blocked(signums: Sequence[signal.Signals]) -> Iterator[None]:
     """Hold signals back; a process that is started meanwhile begins with them blocked."""
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, signums)
     try:

@@ -42,7 +42,7 @@ RANGES = (
             "resilience": "distributed_timeout_seconds",
             "telemetry": "log_interval",
             "execution": "cross_entropy_chunks",
-            "cluster": "nodes gpus_per_node ranks cpus array_limit",
+            "cluster": "nodes gpus_per_node ranks cpus array_limit chain",
         },
     ),
     Range(
@@ -59,7 +59,7 @@ RANGES = (
             "checkpoint": "save_interval load_step keep_every keep_best",
             "execution": "cpu_offloading_num_layers gc_interval",
             "resilience": "max_requeues",
-            "cluster": "signal_seconds",
+            "cluster": "signal_seconds in_job_restarts spare_nodes",
         },
     ),
     Range(

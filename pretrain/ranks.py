@@ -29,6 +29,8 @@ LAUNCHER_PID, STORE_FD, LOCK_FD, LAUNCH_ID = (
     f"SHARDWRIGHT_{name}" for name in ("LAUNCHER_PID", "STORE_FD", "LOCK_FD", "LAUNCH_ID")
 )
 """Variables between our own launcher and its ranks."""
+NODE = "SHARDWRIGHT_NODE"
+"""Set for ranks whose agent `node` started: what they end with is for the agent alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,18 +117,26 @@ def _torchrun(environ: Mapping[str, str]) -> RankEnvironment:
     _need_inside(environ, "RANK", rank, "WORLD_SIZE", world_size)
     _need_inside(environ, "LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size)
     _need_agreement_with_slurm(environ, rank, world_size, local_world_size)
-    run, restart = environ.get("TORCHELASTIC_RUN_ID", "none"), environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    run, shared = environ.get("TORCHELASTIC_RUN_ID", "none"), environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    restart = f", restart {environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    if local_world_size < world_size:  # several agents: each counts its own restarts
+        restarts = environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+        if shared and restarts != "0":
+            rule = "several agents that start ranks again over one store leave no sign of which ranks belong together"
+            remedy = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which gives every round its own port; or --max-restarts=0"
+            raise RefusedError([Problem(key="TORCHELASTIC_MAX_RESTARTS", value=restarts, rule=rule, remedy=remedy)])
+        restart = restart if shared else ""
     return RankEnvironment(
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
         local_world_size=local_world_size,
         launcher="torchrun",
-        launch_id=f"torchrun {run} at {environ['MASTER_ADDR']}:{port}, restart {restart}",
+        launch_id=f"torchrun {run} at {environ['MASTER_ADDR']}:{port}{restart}",
         host=host_name(environ),
         master_addr=environ["MASTER_ADDR"],
         master_port=port,
-        agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        agent_store=shared,
     )
 
 
@@ -142,8 +152,9 @@ def _need_agreement_with_slurm(environ: Mapping[str, str], rank: int, world_size
     nodes = environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES") or ("1" if tasks == 1 else "0")
     has_agent = "TORCHELASTIC_RUN_ID" in environ
     one_per_node = int(nodes) == tasks
+    trains = world_size == tasks * local_size or (has_agent and world_size < tasks * local_size)  # else spare nodes
     remedy = "start either torchrun once per node (srun --ntasks-per-node=1 torchrun ...), or srun alone"
-    if world_size != tasks and not (one_per_node and world_size == tasks * local_size):
+    if world_size != tasks and not (one_per_node and trains):
         rule = f"contradicts Slurm's SLURM_NTASKS={tasks}"
         raise RefusedError([Problem(key="WORLD_SIZE", value=world_size, rule=rule, remedy=remedy)])
     numbered_by_agent = has_agent and (one_per_node or not _is_srun_task(environ))
@@ -173,6 +184,7 @@ def _srun(environ: Mapping[str, str]) -> RankEnvironment | None:
     local_world_size = _tasks_of_node(environ, tasks, len(hosts), node)
     (job,) = _numbers(environ, ("SLURM_JOB_ID",))
     (step,) = _numbers(environ, ("SLURM_STEP_ID",))
+    (restart,) = _numbers({"SLURM_RESTART_COUNT": "0", **environ}, ("SLURM_RESTART_COUNT",))
     address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
     if (address is None) != (port is None):
         _need_all(environ, ("MASTER_ADDR", "MASTER_PORT"), "set both, or none: then Slurm's own variables are used")
@@ -182,18 +194,18 @@ def _srun(environ: Mapping[str, str]) -> RankEnvironment | None:
         local_rank=local_rank,
         local_world_size=local_world_size,
         launcher="srun",
-        launch_id=f"slurm {job}.{step}, restart {environ.get('SLURM_RESTART_COUNT', '0')}",
+        launch_id=f"slurm {job}.{step}, restart {restart}",
         host=host_name(environ),
         master_addr=address or hosts[0],
-        master_port=_numbers(environ, ("MASTER_PORT",))[0] if port else port_of_job(job, step),
+        master_port=_numbers(environ, ("MASTER_PORT",))[0] if port else port_of_job(job, step, restart),
     )
 
 
-def port_of_job(job: int, step: int = 0, ephemeral: tuple[int, int] | None = None) -> int:
+def port_of_job(job: int, step: int = 0, restart: int = 0, ephemeral: tuple[int, int] | None = None) -> int:
     """A port that all ranks of a job step compute alike, other jobs differently, and no outgoing connection takes.
 
     Args:
-        job, step: Slurm's numbers.
+        job, step, restart: Slurm's numbers.
         ephemeral: first and last port of outgoing connections; read from this machine if None.
     """
     low, high = ephemeral or ephemeral_ports()
@@ -201,7 +213,7 @@ def port_of_job(job: int, step: int = 0, ephemeral: tuple[int, int] | None = Non
     ports = below if len(below) >= len(above) else above
     if not ports:  # a site that gave every port away: collisions are then possible, and seen when the port is bound
         ports = range(_PORTS, 65536)
-    return ports[(job + 1009 * step) % len(ports)]
+    return ports[(job + 1009 * step + 10007 * restart) % len(ports)]
 
 
 def listen(environment: RankEnvironment) -> RankEnvironment:
@@ -213,18 +225,32 @@ def listen(environment: RankEnvironment) -> RankEnvironment:
     if not environment.serves_store:
         return environment
     for port in range(environment.master_port, 65536):
-        try:
-            if socket.has_dualstack_ipv6():
-                server = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-            else:
-                server = socket.create_server(("", port), backlog=1024)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            continue
-        return replace(environment, master_port=port, master_listen_fd=server.detach())
+        if (server := _serve(port)) is not None:
+            return replace(environment, master_port=port, master_listen_fd=server.detach())
     rule = "no port from here on is free"
     raise RefusedError([Problem(key="MASTER_PORT", value=environment.master_port, rule=rule)])
+
+
+def port_is_free(environment: RankEnvironment) -> bool:
+    """Whether the port where ranks are to meet can be bound by the one that serves it; True for all others."""
+    if environment.rank != 0:
+        return True
+    server = _serve(environment.master_port)
+    if server is not None:
+        server.close()
+    return server is not None
+
+
+def _serve(port: int) -> socket.socket | None:
+    """A socket that listens on a port of all addresses; None where another process has it."""
+    try:
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+        return socket.create_server(("", port), backlog=1024)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return None
 
 
 def ephemeral_ports() -> tuple[int, int]:

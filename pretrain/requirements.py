@@ -58,6 +58,12 @@ REQUIREMENTS = {
         "0.3",
         "in the checkout: pip install -c constraints.txt -e '.[muon]'",
     ),
+    "nvidia_resiliency_ext": Requirement(
+        "nvidia_resiliency_ext.fault_tolerance.launcher",
+        ("nvidia-resiliency-ext",),
+        "0.4.1",
+        "pip install nvidia-resiliency-ext; cluster.launcher=torchrun needs none",
+    ),
     "apex": Requirement(
         "apex.optimizers amp_C",
         ("apex",),

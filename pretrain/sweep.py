@@ -23,13 +23,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from shardwright.conf import compose
 from shardwright.conf.problems import Problem, RefusedError, refuse
 from shardwright.conf.schema import Config
-from shardwright.pretrain import checks, faults, guard, machine, ranks
+from shardwright.pretrain import checks, faults, guard, machine, ranks, terminal
 
 LONGEST_NAME = 100
 """Characters of a point's folder name."""
@@ -75,7 +74,7 @@ def run(overrides: Sequence[str], *, dry_run: bool = False) -> int:
         return [*checks.config_problems(config), *machine_problems, *checks.own_ranks_problems(config)]
 
     folder, _ = check(points, rules)
-    console = Console(width=None if sys.stdout.isatty() else 96, highlight=False)
+    console = terminal.console(96)
     if dry_run:
         console.print(_summary(points, {}, {}, folder))
         return 0

@@ -12,12 +12,10 @@ import time
 from collections.abc import Sequence
 from typing import NoReturn, TextIO
 
-from rich.console import Console
-
 from shardwright.conf import compose
 from shardwright.conf.keys import ResumePolicy
 from shardwright.conf.problems import Problem, RefusedError
-from shardwright.pretrain import faults, guard, plan, plan_table, rank, ranks, summary
+from shardwright.pretrain import faults, guard, plan, plan_table, rank, ranks, summary, terminal
 from shardwright.pretrain.display import Display
 from shardwright.pretrain.events import EventLog, Story
 from shardwright.pretrain.folder import Attempt, Lock, RunFolder
@@ -123,7 +121,7 @@ def _lead(start: Start, environment: RankEnvironment, overrides: Sequence[str]) 
         outcome = Outcome(exit_code=failure.exit_code if failure else exit_code, failure=failure)
         log = EventLog(start.folder.events, attempt=attempt.number, rank=0, listener=display.event)
         _conclude(start.folder, attempt, outcome, log, display.step, time.monotonic() - began)
-        rank.leave(outcome.exit_code)
+        rank.leave(_told(outcome.exit_code))
 
 
 def _follow(folder: RunFolder, environment: RankEnvironment) -> NoReturn:
@@ -135,17 +133,22 @@ def _follow(folder: RunFolder, environment: RankEnvironment) -> NoReturn:
             remedy = "see what rank 0 says; all machines must see the same folder"
             raise RefusedError([Problem(key="run.dir", value=folder.path, rule=rule, remedy=remedy)])
         time.sleep(0.2)
-    terminal = _log_into(attempt, environment.rank)
+    former = _log_into(attempt, environment.rank)
     environment = dataclasses.replace(environment, master_port=attempt.launch["master_port"])
     exit_code = rank.work(environment, attempt)
     failure = faults.read(attempt.errors, environment.rank)
     if failure is not None:
-        print(f"rank {failure.rank} on {failure.host} failed: {failure.error}", file=terminal, flush=True)
+        print(f"rank {failure.rank} on {failure.host} failed: {failure.error}", file=former, flush=True)
         if not failure.communication and folder.is_held_by(attempt):  # rank 0 may be killed before it can say so
             folder.write_status("failed", attempt, exit_code=exit_code, step=None, error=failure.as_event())
     if exit_code in _STATES:
         _wait_for_rank_0(folder, attempt)
-    rank.leave(exit_code)
+    rank.leave(_told(exit_code))
+
+
+def _told(exit_code: int) -> int:
+    """What a rank's launcher is told: an agent inside of a job would start ranks again that were stopped."""
+    return 0 if exit_code == faults.STOPPED and ranks.NODE in os.environ else exit_code
 
 
 def _wait_for_rank_0(folder: RunFolder, attempt: Attempt) -> None:
@@ -180,24 +183,24 @@ def _conclude(
 
 def _log_into(attempt: Attempt, rank_number: int) -> TextIO:
     """Turn standard output and error into the rank's log; returns the former standard output."""
-    terminal = os.fdopen(os.dup(1), "w")
+    former = os.fdopen(os.dup(1), "w")
     with attempt.log(rank_number).open("ab") as log:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
             os.dup2(log.fileno(), stream.fileno())
-    return terminal
+    return former
 
 
-def _display(start: Start, terminal: TextIO | None = None) -> Display:
+def _display(start: Start, output: TextIO | None = None) -> Display:
     """A display that has shown in which keys this start differs from the frozen configuration.
 
     Args:
         start: what is about to be done.
-        terminal: where plain lines go; None for standard output, as a person's terminal where it is one.
+        output: where plain lines go; None for standard output, as a person's terminal where it is one.
     """
     display = Display(
-        Console(file=terminal),
-        interactive=terminal is None and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb",
+        terminal.console(file=output),
+        interactive=output is None and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb",
         log_interval=start.config.telemetry.log_interval,
         changes={difference.key: compose.shown(difference.present) for difference in start.differences},
     )
@@ -221,7 +224,7 @@ def _explain(start: Start, environment: RankEnvironment | None) -> None:
         facts = [("run folder", str(folder.path)), ("steps", f"{step} of {config.schedule.train_iters}")]
         display.table("nothing left to do: this run is finished", [*facts, ("train longer", longer)], "green")
         return
-    plan_table.show(plan.make_plan(config), Console())
+    plan_table.show(plan.make_plan(config), terminal.console())
     by = "started here" if environment is None else f"started by {environment.launcher}"
     facts = [
         ("run", f"{config.run.name} in {folder.path} ({'goes on' if folder.config.exists() else 'new'})"),

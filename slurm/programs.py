@@ -40,8 +40,13 @@ def bin_folder() -> Path:
     return Path(found).parent
 
 
-def sbatch(script: Path, *, export: str) -> str:
+def sbatch(script: Path, *, export: str, after: str | None = None) -> str:
     """Submit a script; the job's id.
+
+    Args:
+        script: the script.
+        export: names of the variables that go along.
+        after: a job that has to end first, however it ends; the script is told it as its first argument.
 
     `--export` is said again on the command line, where no SBATCH_EXPORT of the user's environment overrides it. Slurm
     hands this process's umask on to the job.
@@ -49,7 +54,9 @@ def sbatch(script: Path, *, export: str) -> str:
     Raises:
         RefusedError: Slurm's own words.
     """
-    done = _run("sbatch", ["--parsable", f"--export={export}", str(script)], umask=0o077)
+    order = [f"--dependency=afterany:{after}", "--kill-on-invalid-dep=yes"] if after else []
+    told = [after] if after else []
+    done = _run("sbatch", ["--parsable", f"--export={export}", *order, str(script), *told], umask=0o077)
     if done.returncode != 0:
         said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         rule = "; ".join(line.removeprefix("sbatch: error: ") for line in said)

@@ -13,18 +13,19 @@ from pathlib import Path
 
 import jinja2
 
-from shardwright.conf.choices import Container, GpuKind
+from shardwright.conf.choices import Container, GpuKind, Launcher
 from shardwright.conf.problems import Problem, RefusedError
 from shardwright.conf.schema import Config
 from shardwright.conf.schema_cluster import Cluster
 from shardwright.conf.spans import spans
+from shardwright.pretrain.folder import RunFolder
 
 ENVIRONMENT = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "MODULEPATH")
 """Variables that go along with every job."""
 _OPTIONS = ("partition", "account", "qos", "reservation", "constraint", "exclude", "switches", "time", "comment")
 """Keys of `cluster` that are options of sbatch by the same name."""
 _WAIT_SECONDS = 60
-"""After the first rank has left, the others have this long."""
+"""After the first task has left, the others have this long."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,15 +50,17 @@ def script(config: Config, points: Sequence[Point], *, name: str, log_folder: Pa
         array: whether it is a sweep.
     """
     cluster, local = config.cluster, config.world_size // config.cluster.nodes
+    nodes, tasks, cpus = _shape(cluster, local)
     log = "slurm-%A_%a.log" if array else "slurm-%j.log"
     options: dict[str, object] = {
         "job-name": name,
-        "nodes": cluster.nodes,
-        "ntasks-per-node": local,
-        "cpus-per-task": cluster.cpus,
+        "nodes": nodes,
+        "ntasks-per-node": tasks,
+        "cpus-per-task": cpus,
         "gres": None if cluster.gpu is GpuKind.none else f"gpu:{local}",
         "mem": cluster.memory,
         **{option: getattr(cluster, option) for option in _OPTIONS},
+        "exclude": cluster.exclude if array else RunFolder(points[0].folder).excluded(cluster.exclude),
         "mail-user": cluster.mail,
         "mail-type": "END,FAIL,REQUEUE" if cluster.mail else None,
         "signal": f"B:USR1@{cluster.signal_seconds}" if cluster.signal_seconds else None,
@@ -67,7 +70,9 @@ def script(config: Config, points: Sequence[Point], *, name: str, log_folder: Pa
         "open-mode": "append",
         "export": exported(cluster),
     }
-    flags = ["requeue" if cluster.requeue else "no-requeue", *(["exclusive"] if cluster.exclusive else [])]
+    flags = ["requeue" if cluster.requeue else "no-requeue"]
+    flags += ["exclusive"] if cluster.exclusive else []
+    flags += ["no-kill"] if cluster.spare_nodes else []
     container = _srun_container(cluster, points)
     return _template().render(
         options=[_option(name, str(value)) for name, value in options.items() if value is not None] + flags,
@@ -76,8 +81,10 @@ def script(config: Config, points: Sequence[Point], *, name: str, log_folder: Pa
         modules=cluster.modules,
         setup=cluster.setup,
         requeue=cluster.requeue,
-        srun=_srun(config, local) + container,
-        ranks=_inside(cluster, points),
+        chain=cluster.chain > 1,
+        exclude=(f"{cluster.exclude}," if cluster.exclude else "") if cluster.exclude_failed else None,
+        srun=_srun(cluster, nodes, tasks, cpus) + container,
+        train=[*_inside(cluster, points), "-P", "-m", *_program(cluster, local)],
         alone=(["srun", "--nodes=1", "--ntasks=1", "--overlap", "--export=ALL", *container] if container else [])
         + _inside(cluster, points),
     )
@@ -102,23 +109,41 @@ def _array(points: Sequence[Point], limit: int | None) -> str:
     return text if limit is None else f"{text}%{limit}"
 
 
-def _srun(config: Config, local: int) -> list[str]:
-    """Options of the srun that starts the ranks: one task per rank, and the end of one is the end of all.
+def _shape(cluster: Cluster, local: int) -> tuple[int, int, int | None]:
+    """Nodes, tasks of each and cores of a task: a task per rank, or one per node for an agent that starts ranks."""
+    nodes = cluster.nodes + cluster.spare_nodes
+    if cluster.launcher is Launcher.srun:
+        return nodes, local, cluster.cpus
+    return nodes, 1, cluster.cpus and cluster.cpus * local
+
+
+def _program(cluster: Cluster, local: int) -> list[str]:
+    """The module that a task runs, and its options before the overrides."""
+    if cluster.launcher is Launcher.srun:
+        return ["shardwright.pretrain", "train"]
+    options = [f"--launcher={cluster.launcher.name}", f"--nodes={cluster.nodes}", f"--ranks={local}"]
+    restarts = [f"--restarts={cluster.in_job_restarts}"] if cluster.in_job_restarts else []
+    return ["shardwright.pretrain.node", *options, *restarts]
+
+
+def _srun(cluster: Cluster, nodes: int, tasks: int, cpus: int | None) -> list[str]:
+    """Options of the srun that starts the ranks: the end of one task is the end of all, but where ranks start again.
 
     srun knows neither sbatch's `--cpus-per-task` (since Slurm 22.05) nor, after an `--export` of names, the script's
     environment; both are said again.
     """
-    cluster = config.cluster
+    replaced = cluster.launcher is Launcher.ft_launcher
     options = [
-        f"--nodes={cluster.nodes}",
-        f"--ntasks={config.world_size}",
-        f"--ntasks-per-node={local}",
+        f"--nodes={nodes}",
+        f"--ntasks={nodes * tasks}",
+        f"--ntasks-per-node={tasks}",
         "--export=ALL",
-        "--kill-on-bad-exit=1",
-        f"--wait={_WAIT_SECONDS}",
+        f"--kill-on-bad-exit={int(not replaced)}",
+        f"--wait={0 if replaced else _WAIT_SECONDS}",
         "--input=none",
+        *(["--no-kill"] if cluster.spare_nodes else []),
     ]
-    return options + ([f"--cpus-per-task={cluster.cpus}"] if cluster.cpus else [])
+    return options + ([f"--cpus-per-task={cpus}"] if cpus else [])
 
 
 def _srun_container(cluster: Cluster, points: Sequence[Point]) -> list[str]:

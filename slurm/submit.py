@@ -46,8 +46,8 @@ class Submission:
         """Whether it is a sweep."""
         return bool(self.table)
 
-    def send(self) -> str:
-        """Write folders, frozen configurations and script, and submit; the job's id.
+    def send(self) -> list[str]:
+        """Write folders, frozen configurations and script, and submit; the id of the job, or of all jobs of a chain.
 
         Raises:
             RefusedError: a folder cannot be used, is in the queue already, or Slurm refuses.
@@ -65,10 +65,12 @@ class Submission:
         path = self.folder / SCRIPT
         write_atomic(path, self.script)
         path.chmod(0o700)
-        job = programs.sbatch(path, export=render.exported(self.configs[0].cluster))
-        with (self.folder / JOBS).open("a") as file:
-            file.write(json.dumps({"job": job, "points": [point.index for point in self.points]}) + "\n")
-        return job
+        cluster, jobs = self.configs[0].cluster, list[str]()
+        for _ in range(cluster.chain):
+            jobs.append(programs.sbatch(path, export=render.exported(cluster), after=jobs[-1] if jobs else None))
+            with (self.folder / JOBS).open("a") as file:
+                file.write(json.dumps({"job": jobs[-1], "points": [point.index for point in self.points]}) + "\n")
+        return jobs
 
 
 def prepare(overrides: Sequence[str]) -> Submission:
@@ -120,6 +122,10 @@ def prepare_sweep(overrides: Sequence[str]) -> Submission:
     if any(config.cluster != configs[0].cluster for config in configs):
         rule = "differs between the points, and one job array asks for one kind of machine"
         raise RefusedError([Problem(key="cluster", rule=rule, remedy="submit one sweep per kind")])
+    if (chain := configs[0].cluster.chain) > 1:
+        rule = "a sweep is one job array, and a chain is of single runs"
+        remedy = "cluster.chain=1; the same command again submits the points that are not done"
+        raise RefusedError([Problem(key="cluster.chain", value=chain, rule=rule, remedy=remedy)])
     return Submission(
         folder=folder,
         configs=configs,

@@ -6,10 +6,15 @@ Every other module of `parallel/mcore` imports megatron-core at its top, so `run
 import logging
 import sys
 import warnings
+from importlib import metadata
 
 import torch
+from packaging.version import InvalidVersion, Version
 
 from shardwright.parallel.mcore import cpu_device
+
+_RESILIENCY_EXT = Version("0.6.0")
+"""What megatron-core 0.19 asks for. Source: megatron/core/dist_checkpointing/strategies/nvrx.py."""
 
 
 def prepare(device: str, local_rank: int = 0, *, deterministic: bool = False) -> torch.device:
@@ -21,6 +26,7 @@ def prepare(device: str, local_rank: int = 0, *, deterministic: bool = False) ->
     Returns:
         The torch device of this rank.
     """
+    _hide_old_resiliency_ext()
     logging.getLogger("megatron").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"megatron\..*|torch\.distributed.*")
     torch.use_deterministic_algorithms(deterministic)
@@ -31,3 +37,15 @@ def prepare(device: str, local_rank: int = 0, *, deterministic: bool = False) ->
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]
     cpu_device.enable()
     return torch.device("cpu")
+
+
+def _hide_old_resiliency_ext() -> None:
+    """Let megatron-core not find a nvidia-resiliency-ext that is too old for it, and use its own parts instead.
+
+    The package index has 0.4.1, which tells no version; megatron-core 0.19 fails on importing it.
+    """
+    try:
+        if Version(metadata.version("nvidia-resiliency-ext")) < _RESILIENCY_EXT:
+            sys.modules.setdefault("nvidia_resiliency_ext", None)  # type: ignore[arg-type]
+    except (metadata.PackageNotFoundError, InvalidVersion):
+        return
