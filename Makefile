@@ -8,7 +8,7 @@ SHELL := bash
 
 # Other choices: make PYTHON=/path/to/python3.12 EXTRAS=dev
 PYTHON ?=
-EXTRAS ?= dev,telemetry,sentencepiece,muon
+EXTRAS ?= dev,telemetry,sentencepiece,muon,resilience
 PIP ?= .venv/bin/python -m pip
 
 # The folders `data` and `tests` must not become importable as top-level modules.

@@ -339,6 +339,9 @@ class Resilience:
     """What a loss or gradient norm that is not finite leads to; one decision of all ranks."""
     max_requeues: int = key(resume="free")
     """Under Slurm: how often in a row the job is queued again without a new checkpoint; 0 never queues it again."""
+    exit_before: int | None = key(resume="free")
+    """Under Slurm: so many seconds before the job's end the run saves and leaves by itself. null for what it has
+    measured: a step, an evaluation and two saves, and 30 s; 0 never, it waits for Slurm's signal."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -21,6 +21,14 @@ class Cluster:
     """World size; null for nodes * gpus_per_node."""
     gpu: GpuKind = key(resume="free")
     """Which GPU the machines have; FP8 recipes and MFU are judged against it."""
+    mfu: float = key(resume="free")
+    """Share of the GPU's peak in BF16 that training is expected to reach; for the times of `plan` alone."""
+    failures_per_gpu_day: float = key(resume="free")
+    """How often a GPU, or what belongs to it, ends a run; for `plan` alone. 466 in 54 days of 16,384 GPUs: 0.00053."""
+    restart_seconds: float = key(resume="free")
+    """Expected from a failure to the next step: noticing, queueing, starting, loading; for `plan` alone."""
+    save_stall_seconds: float = key(resume="free")
+    """Expected time that training waits for one save, above 0; for `plan` alone. `explain` shows what it was."""
     partition: str | None = key(resume="free")
     """Slurm's partition; several, separated by commas, take the first that is free."""
     account: str | None = key(resume="free")

@@ -58,6 +58,8 @@ class Checkpoints:
         self._rank, self._group = dist.get_rank(), engine.control_group
         self._pending: _Pending | None = None
         self._stall_seconds = 0.0
+        self.longest_seconds = 0.0
+        """From the beginning of a save to its commit, the longest so far; on every rank."""
 
     def save(self, state: TrainerState, validation_loss: float | None = None) -> None:
         """Begin to save; an earlier checkpoint that is still in the making is completed first.
@@ -169,6 +171,7 @@ class Checkpoints:
                 self._events.write("checkpoint_removed", step, path=str(path))
 
         self._on_rank_0(commit, step)
+        self.longest_seconds = max(self.longest_seconds, time.monotonic() - pending.began)
 
     def _completed(self, pending: _Pending) -> dict[str, str]:
         """Digests of the files of all ranks, once megatron-core has completed the folder."""

@@ -66,6 +66,7 @@ class Display:
             "checkpoint_damaged": self._on_checkpoint_damaged,
             "checkpoint_verified": self._on_checkpoint_verified,
             "stop_requested": self._on_stop_requested,
+            "notice_too_short": self._on_notice_too_short,
             "fault": self._on_fault,
             "end": self._on_end,
         }
@@ -173,6 +174,13 @@ class Display:
     def _on_checkpoint_verified(self, step: int | None, data: dict[str, Any]) -> None:
         details = f"{summary.size(data.get('bytes'))}, {summary.number(data.get('seconds'), 1)} s"
         self._line(f"step {step}  checkpoint {data['path']} is whole ({details})", "dim")
+
+    def _on_notice_too_short(self, step: int | None, data: dict[str, Any]) -> None:
+        needs, has = data["needed"], data["given"]
+        text = (
+            f"a stop takes up to {needs:.0f} s, more than cluster.signal_seconds={has}: a preemption may cut it short"
+        )
+        self._line(text, "yellow")
 
     def _on_stop_requested(self, step: int | None, data: dict[str, Any]) -> None:
         self._line("asked to stop: saves after the present step; Ctrl-C again ends it at once, unsaved", "yellow")

@@ -53,10 +53,13 @@ class Loop:
             state, stopped = self.step(state)
             last, validation_loss = state.step == schedule.train_iters or stopped, None
             if self.evaluation_batches and self._due(schedule.eval_interval, state.step, last and not stopped):
+                began = time.monotonic()
                 validation_loss = self._evaluate(state, self.evaluation_batches())
+                self.context.deadline.took("evaluation", time.monotonic() - began)
             if self._due(config.checkpoint.save_interval, state.step, last):
                 self.checkpoints.save(state, validation_loss)
                 saved_step = state.step
+            self._warn_of_a_short_notice(state.step)
         self.checkpoints.finish()
         assert saved_step == state.step, "the last step was not saved"
         return ("stopped" if state.step < schedule.train_iters else "done"), state
@@ -74,7 +77,9 @@ class Loop:
         state = state.after_step(
             update.batch_size, result.num_tokens, updated=result.updated, finite=finite, loss=result.loss
         )
-        self._report(state, result, update, time.monotonic() - started)
+        seconds = time.monotonic() - started
+        self.context.deadline.took("step", seconds)
+        self._report(state, result, update, seconds)
         if config.execution.gc_interval and state.step % config.execution.gc_interval == 0:
             gc.collect()
         return state, self._agree()
@@ -108,11 +113,26 @@ class Loop:
 
         Collective: all-reduce(MAX) over the world's gloo group, a few microseconds per step on one node.
         """
-        own = torch.tensor([int(self.context.stop_requested()), self.checkpoints.standing()])
+        asked = self.context.stop_requested() or self.context.deadline.near()
+        own = torch.tensor([int(asked), self.checkpoints.standing()])
         dist.all_reduce(own, op=dist.ReduceOp.MAX, group=self.engine.control_group)
         stop, worst = own.tolist()
         self.checkpoints.settle(worst)
         return bool(stop)
+
+    def _warn_of_a_short_notice(self, step: int) -> None:
+        """Say once that Slurm's notice before the end is shorter than what a save has taken."""
+        deadline, given = self.context.deadline, self.context.config.cluster.signal_seconds
+        needed, save = deadline.needed_seconds, self.checkpoints.longest_seconds
+        if save <= deadline.longest.get("save", 0.0):
+            return
+        deadline.took("save", save)
+        if (
+            self.context.environment.rank == 0
+            and deadline.end is not None
+            and needed <= given < deadline.needed_seconds
+        ):
+            self.context.events.write("notice_too_short", step, needed=deadline.needed_seconds, given=given)
 
     def _evaluate(self, state: TrainerState, batches: Iterator[list[Batch]]) -> float:
         loss, num_tokens = self.engine.evaluate(batches)

@@ -15,11 +15,12 @@ from shardwright.conf.schema_model import Model
 from shardwright.data.batch_size import BatchSizes
 from shardwright.parallel.layout import DENSE, EXPERT, Layout
 from shardwright.parallel.stages import Chunk, Split, Stages
-from shardwright.pretrain import model_size
+from shardwright.pretrain import model_size, reliability
 from shardwright.pretrain.model_size import Weights
 from shardwright.pretrain.model_size import count_parameters as count_parameters
 from shardwright.pretrain.model_size import padded_vocab_size as padded_vocab_size
 from shardwright.pretrain.model_size import qkv_width as qkv_width
+from shardwright.pretrain.reliability import Reliability
 
 _PEAK_FLOPS = {
     "A100": 312e12,
@@ -74,6 +75,8 @@ class Plan:
     """Samples of the whole run."""
     train_tokens: int
     """Tokens of the whole run."""
+    reliability: Reliability | None
+    """What failures will cost; None where the GPU is not known."""
 
     @property
     def train_flops(self) -> float:
@@ -86,11 +89,13 @@ def make_plan(config: Config) -> Plan:
     model, samples = config.model, BatchSizes.of(config.data).consumed_after(config.schedule.train_iters)
     whole, mtp_flops = model_size.weights(model), model_size.mtp_flops_per_token(model, config.data.seq_length)
     places, stages = layout(config), Split.of(config).stages()
+    steps = batch(config)
+    flops_per_token = model_size.flops_per_token(model, config.data.seq_length) + mtp_flops
     return Plan(
         config=config,
         layout=places,
         stages=stages,
-        batch=batch(config),
+        batch=steps,
         padded_vocab_size=padded_vocab_size(model),
         parameters=whole.total,
         active_parameters=whole.active(model),
@@ -98,10 +103,13 @@ def make_plan(config: Config) -> Plan:
         parameters_per_rank=tuple(
             stage.per_rank(places.tp, places.ep, places.etp) for stage in stage_weights(model, stages)
         ),
-        flops_per_token=model_size.flops_per_token(model, config.data.seq_length) + mtp_flops,
+        flops_per_token=flops_per_token,
         mtp_flops_per_token=mtp_flops,
         train_samples=samples,
         train_tokens=samples * config.data.seq_length,
+        reliability=reliability.of(
+            config, step_flops=flops_per_token * steps.tokens_per_step, peak=peak_flops(config.cluster.gpu.name)
+        ),
     )
 
 
@@ -212,6 +220,17 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "train_flops": plan.train_flops,
         },
         "precision": {"dtype": shown(config.precision.dtype), "fp8": fp8_name(config)},
+        "reliability": None if plan.reliability is None else _expected(plan.reliability),
+    }
+
+
+def _expected(expected: Reliability) -> dict[str, Any]:
+    best = expected.best()
+    return asdict(expected) | {
+        "seconds_between_failures": expected.seconds_between_failures,
+        "ettr": expected.ettr,
+        "best_save_interval": best.save_interval,
+        "best_ettr": best.ettr,
     }
 
 

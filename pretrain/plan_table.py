@@ -15,6 +15,7 @@ from shardwright.data.batch_size import BatchSizes
 from shardwright.parallel.stages import Chunk
 from shardwright.pretrain import plan
 from shardwright.pretrain.plan import Plan
+from shardwright.pretrain.reliability import Reliability
 from shardwright.pretrain.summary import count
 
 MOST_RANK_ROWS = 16
@@ -36,7 +37,8 @@ def render(planned: Plan) -> RenderableType:
         *_section("batch", _batch(planned)),
         *_section("precision", _precision(planned)),
         *_section("layout", _layout(planned)),
-        Padding(_rank_map(planned), (0, 0, 0, 2)),
+        Padding(_rank_map(planned), (0, 0, 1 if planned.reliability else 0, 2)),
+        *(_reliability(planned.reliability) if planned.reliability else ()),
     )
 
 
@@ -156,6 +158,38 @@ def _layout(planned: Plan) -> dict[str, str]:
         rows["layers of stage"] = "\n".join(_stages(planned))
     rows["weights per rank"] = " to ".join(dict.fromkeys((count(lightest), count(heaviest))))
     return rows
+
+
+def _reliability(expected: Reliability) -> list[RenderableType]:
+    """What failures cost, from which assumptions, and by how much it would be more or less."""
+    best = expected.best()
+    rows = {
+        "failures": f"one in {_time(expected.seconds_between_failures)}: {expected.failures_per_gpu_day:g} per GPU and "
+        f"day on {expected.gpus:,} GPUs",
+        "a save": f"every {expected.save_interval:,} steps of {expected.step_seconds:.2f} s, "
+        f"{_time(expected.save_interval * expected.step_seconds)}; training waits {_time(expected.save_stall_seconds)}",
+        "a restart": f"{_time(expected.restart_seconds)} from a failure to the next step",
+        "time that trains": f"{expected.ettr:.1%} = t / (M e^(R/M) (e^((t+s)/M) - 1))   (ETTR, Daly 2006)",
+        "best": f"{best.ettr:.1%} with checkpoint.save_interval={best.save_interval} "
+        f"({_time(best.save_interval * best.step_seconds)})",
+    }
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), show_edge=False, header_style="dim")
+    factors = (0.5, 1.0, 2.0)
+    table.add_column("ETTR")
+    for restart in factors:
+        table.add_column(f"restart in {_time(expected.restart_seconds * restart)}", justify="right")
+    for interval in factors:
+        varied = [expected.varied(interval=interval, restart=restart) for restart in factors]
+        table.add_row(f"saved every {varied[0].save_interval:,} steps", *(f"{item.ettr:.1%}" for item in varied))
+    return [*_section("failures and saves", rows), Padding(table, (0, 0, 0, 2))]
+
+
+def _time(seconds: float) -> str:
+    """Seconds in their largest unit: 3.2 days."""
+    for limit, unit in ((86400.0, "days"), (3600.0, "h"), (60.0, "min")):
+        if seconds >= 2 * limit:
+            return f"{seconds / limit:.3g} {unit}"
+    return f"{seconds:.3g} s"
 
 
 def _crossing(planned: Plan) -> str:

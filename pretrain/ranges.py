@@ -58,8 +58,8 @@ RANGES = (
             "schedule": "lr_warmup_iters lr_warmup_samples end_weight_decay eval_interval eval_iters",
             "checkpoint": "save_interval load_step keep_every keep_best",
             "execution": "cpu_offloading_num_layers gc_interval",
-            "resilience": "max_requeues",
-            "cluster": "signal_seconds in_job_restarts spare_nodes",
+            "resilience": "max_requeues exit_before",
+            "cluster": "signal_seconds in_job_restarts spare_nodes failures_per_gpu_day restart_seconds",
         },
     ),
     Range(
@@ -77,6 +77,7 @@ RANGES = (
             "model": "layernorm_epsilon init_method_std moe_router_topk_scaling_factor moe_expert_capacity_factor "
             "beta_fast beta_slow mscale",
             "optimizer": "lr adam_eps muon_extra_scale_factor",
+            "cluster": "save_stall_seconds",
         },
     ),
     Range(
@@ -89,6 +90,7 @@ RANGES = (
             "schedule": "lr_warmup_fraction",
         },
     ),
+    Range("must be above 0 and at most 1", lambda number: 0 < number <= 1, "1.0", {"cluster": "mfu"}),
 )
 
 

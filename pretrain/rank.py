@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from shardwright.conf.schema import Config
 from shardwright.pretrain import faults, guard, process, ranks
+from shardwright.pretrain.deadline import Deadline
 from shardwright.pretrain.events import EventLog
 from shardwright.pretrain.folder import Attempt, Fence, RunFolder
 from shardwright.pretrain.launch import STOP_SIGNALS
@@ -48,7 +49,8 @@ class RankContext:
     """Rank 0 alone has one."""
     stop_requested: Callable[[], bool]
     """Whether this rank was asked to save and stop; the ranks must agree on a step before they act on it."""
-
+    deadline: Deadline
+    """When the run has to leave by itself; the same holds."""
     fence: Fence
     """Rank 0 asks it before it writes."""
 
@@ -148,8 +150,9 @@ def _context(environment: RankEnvironment, attempt: Attempt, stop: StopLatch, di
     number, told = attempt.number, attempt.launch
     on_event, on_metrics = (display.event, display.metrics) if display else (None, None)
     metrics = MetricsLog(folder.metrics, attempt=number, listener=on_metrics) if environment.rank == 0 else None
+    config = compose.load(attempt.config)
     return RankContext(
-        config=compose.load(attempt.config),
+        config=config,
         folder=folder,
         attempt=attempt,
         environment=environment,
@@ -159,6 +162,7 @@ def _context(environment: RankEnvironment, attempt: Attempt, stop: StopLatch, di
         events=EventLog(folder.events, attempt=number, rank=environment.rank, listener=on_event),
         metrics=metrics,
         stop_requested=stop,
+        deadline=Deadline.of(os.environ, config.resilience.exit_before),
         fence=Fence(folder, attempt),
     )
 

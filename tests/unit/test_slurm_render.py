@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 import stat
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from shardwright.conf import compose
 from shardwright.conf.problems import RefusedError
 from shardwright.pretrain import checks_cluster, cli
+from shardwright.pretrain.folder import RunFolder
 from shardwright.slurm import submit
 
 PRESETS = ("dgx_h100", "dgx_h200", "dgx_b200", "gb200_nvl72", "slurm")
@@ -82,6 +84,62 @@ def test_bash_reads_the_script_of_every_preset(preset: str, container: tuple[str
     assert options["--gres"] == f"gpu:{ranks}"
     assert f"--ntasks={4 * ranks}" in prepared.script, "one task per rank"
     assert "--kill-on-bad-exit=1" in prepared.script
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "ft_launcher"])
+def test_torchrun_is_one_task_of_each_node_with_the_cores_of_all_its_ranks(launcher: str) -> None:
+    two = ["cluster=dgx_h100", "cluster.nodes=2", "precision=bf16", *SMALL_BATCH, f"cluster.launcher={launcher}"]
+    script = submit.prepare(two).script
+    options = options_of(script)
+    assert (options["--ntasks-per-node"], options["--cpus-per-task"], options["--gres"]) == ("1", str(8 * 14), "gpu:8")
+    assert f"shardwright.pretrain.node --launcher={launcher} --nodes=2 --ranks=8" in script
+    assert ("--kill-on-bad-exit=1" in script) == (launcher == "torchrun"), "else one lost node would end all"
+
+
+def test_spare_nodes_are_asked_for_beside_those_that_train() -> None:
+    more = ["cluster.launcher=ft_launcher", "cluster.spare_nodes=2", "cluster.in_job_restarts=5"]
+    script = submit.prepare(["cluster=dgx_h100", "cluster.nodes=4", "precision=bf16", *SMALL_BATCH, *more]).script
+    options = options_of(script)
+    assert options["--nodes"] == "6" and "--no-kill" in options
+    assert "--nodes=4 --ranks=8 --restarts=5" in script
+
+
+@pytest.mark.parametrize("form", [(), ("cluster.requeue=false", "cluster.chain=3"), ("cluster.exclude=n7",)])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_shellcheck_finds_nothing_in_the_script_of_any_preset(
+    preset: str, form: tuple[str, ...], tmp_path: Path
+) -> None:
+    shellcheck = shutil.which("shellcheck")
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed; `make slurm-deps` installs it")
+    path = tmp_path / "job.sbatch"
+    path.write_text(submit.prepare([f"cluster={preset}", "precision=bf16", *SMALL_BATCH, *form]).script)
+    said = subprocess.run([shellcheck, "--severity=warning", path], capture_output=True, text=True, check=False)
+    assert said.returncode == 0, said.stdout
+
+
+def test_a_chain_is_several_jobs_each_after_the_one_before(
+    programs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chain = ["cluster.requeue=false", "cluster.chain=3", f"run.dir={tmp_path / 'run'}", *SMALL_BATCH]
+    assert cli.main(["submit", *chain]) == 0
+    assert capsys.readouterr().out.count("job 42") == 3
+    first, *followers = calls(programs, "sbatch")
+    script = str(tmp_path / "run" / "job.sbatch")
+    assert first[-1] == script and not [word for word in first if str(word).startswith("--dependency")]
+    for call in followers:
+        assert {"--dependency=afterany:42", "--kill-on-invalid-dep=yes"} <= set(call) and call[-2:] == [script, "42"]
+    assert "--no-requeue" in options_of((tmp_path / "run" / "job.sbatch").read_text())
+
+
+def test_nodes_that_failed_before_are_left_out_of_what_is_submitted(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    submit.prepare([f"run.dir={run}", *SMALL_BATCH]).send()
+    RunFolder(run).exclude(["n3"])
+    RunFolder(run).exclude(["n9", "n3"])
+    assert options_of(submit.prepare([f"run.dir={run}"]).script)["--exclude"] == "n3,n9"
+    more = submit.prepare([f"run.dir={run}", "cluster.exclude='n[1-3]'"]).script
+    assert options_of(more)["--exclude"] == "n[1-3],n9"
 
 
 def test_sbatch_is_told_to_signal_the_script_before_the_limit() -> None:
@@ -210,6 +268,9 @@ def test_times_are_read_as_slurm_reads_them(text: str, seconds: int | None) -> N
         ("cluster.partition=''", "cluster.partition"),
         ("cluster.mounts=['data:data']", "absolute paths"),
         ("cluster.switches=few", "cluster.switches=few"),
+        ("cluster.chain=2", "cluster.requeue=false"),
+        ("cluster.spare_nodes=1", "cluster.launcher=ft_launcher"),
+        ("cluster.in_job_restarts=1", "cluster.launcher=ft_launcher"),
     ],
 )
 def test_what_slurm_would_refuse_later_is_refused_now(override: str, told: str) -> None:
