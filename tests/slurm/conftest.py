@@ -1,4 +1,4 @@
-"""One real Slurm for all tests of this folder: two virtual nodes on this machine, started by `cluster.sh`."""
+"""One real Slurm for all tests of this folder: three virtual nodes on this machine, started by `cluster.sh`."""
 
 import os
 import shutil
@@ -69,7 +69,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         patch.setenv("SLURM_CONF", str(root / "slurm.conf"))
         for name in ("SBATCH_EXPORT", "SLURM_JOB_ID"):
             patch.delenv(name, raising=False)
-        started = subprocess.run([_SCRIPT, "start", root, "2"], capture_output=True, text=True, check=False)
+        started = subprocess.run([_SCRIPT, "start", root, "3"], capture_output=True, text=True, check=False)
         try:
             assert started.returncode == 0, started.stderr
             yield Slurm()

@@ -1,5 +1,6 @@
 """What Slurm itself does to a job: a node dies, the time limit comes, a job is launched twice."""
 
+import json
 import os
 import signal
 import subprocess
@@ -59,3 +60,84 @@ def test_a_run_goes_on_after_the_slurmd_of_one_of_its_nodes_was_killed(run: Path
     slurm.wait(job, run)
     assert starts(run)[1] >= 5
     assert verdicts(run)[0][1], "queued again"
+
+
+@pytest.mark.slow
+def test_a_run_leaves_before_the_time_limit_by_itself_where_slurm_gives_no_signal(run: Path, slurm: Slurm) -> None:
+    limits = ("cluster.time=2", "cluster.signal_seconds=0", "resilience.exit_before=50")
+    job = slurm.submit(*SMALL, *ONE_RANK, f"run.dir={run}", "schedule.train_iters=100000", *limits)
+    slurm.wait_for(lambda: len(starts(run)) == 2, run)
+    slurm.shardwright("submit", "cancel", "--now", str(run))
+    slurm.wait(job, run)
+    first, second = starts(run)
+    assert first == 0 < second
+    assert verdicts(run)[0] == ("stopped", True)
+
+
+@pytest.mark.slow
+def test_where_requeues_are_forbidden_the_next_job_of_a_chain_goes_on_and_the_last_begins_nothing(
+    run: Path, slurm: Slurm
+) -> None:
+    chain = ("cluster.requeue=false", "cluster.chain=3", "checkpoint.save_interval=0", "schedule.train_iters=60")
+    first = slurm.submit(*SMALL, *ONE_RANK, f"run.dir={run}", *chain)
+    jobs = [json.loads(line)["job"] for line in (run / "jobs.jsonl").read_text().splitlines()]
+    assert len(jobs) == 3 and jobs[0] == first
+    slurm.wait_for(lambda: len(rows(run)) >= 3, run)
+    slurm.run("scancel", "--signal=USR1", "--batch", first)
+    for job in jobs:
+        slurm.wait(job, run)
+    assert status(run)["state"] == "done"
+    assert [step for step, _ in losses(run)] == list(range(1, 61))
+    assert verdicts(run)[:2] == [("stopped", True), ("done", False)]
+    assert len(starts(run)) == 2, "the third job finds nothing left to do"
+
+
+@pytest.mark.slow
+def test_a_controller_that_is_killed_after_a_submission_spoils_no_run(run: Path, slurm: Slurm) -> None:
+    steps = ("schedule.train_iters=40", "checkpoint.save_interval=0")
+    job = slurm.submit(*SMALL, *ONE_RANK, f"run.dir={run}", *steps)
+    root = Path(os.environ["SLURM_CONF"]).parent
+    os.kill(int((root / "run" / "slurmctld.pid").read_text()), signal.SIGKILL)
+    subprocess.run(["slurmctld"], check=True, env={**os.environ, "PATH": f"{os.environ['PATH']}:/usr/sbin"})
+    slurm.wait_for(lambda: (run / "status.json").exists() and status(run)["state"] == "done", run)
+    slurm.wait(job, run)
+    assert [step for step, _ in losses(run)] == list(range(1, 41))
+    assert [path.name for path in (run / "checkpoints").glob("step_*")] == ["step_00000040"]
+
+
+@pytest.mark.slow
+def test_a_spare_node_takes_the_place_of_one_that_is_lost_inside_of_the_job(run: Path, slurm: Slurm) -> None:
+    pytest.importorskip("nvidia_resiliency_ext.fault_tolerance", reason="the extra `resilience` is not installed")
+    spare = ("cluster.launcher=ft_launcher", "cluster.spare_nodes=1", "cluster.in_job_restarts=2")
+    job = slurm.submit(*SMALL, *TWO_NODES, f"run.dir={run}", *LONG[:1], "checkpoint.save_interval=10", *spare)
+    slurm.wait_for(lambda: (run / "checkpoints" / "step_00000010" / "COMMITTED").exists(), run)
+    os.kill(agent_parent_of(run, rank=1), signal.SIGKILL)
+    slurm.wait_for(lambda: len(starts(run)) == 2 and rows(run)[-1]["attempt"] == 2, run)
+    slurm.shardwright("submit", "cancel", str(run))
+    slurm.wait(job, run)
+    first, second = starts(run)
+    assert first == 0 and second >= 10
+    assert status(run)["state"] == "stopped", "all within one job, and saved"
+    assert [verdict for verdict, _ in verdicts(run)] == ["cancelled"]
+
+
+def agent_parent_of(run: Path, rank: int) -> int:
+    """Process id of the task of srun on the node where a rank of `run` trains."""
+    for entry in Path("/proc").iterdir():
+        try:
+            if not entry.name.isdigit() or f"run.dir={run}".encode() not in (entry / "cmdline").read_bytes():
+                continue
+            if f"RANK={rank}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                agent = parent(parent(int(entry.name))) if is_guardian(entry) else parent(int(entry.name))
+                return parent(agent)
+        except OSError:
+            continue
+    raise AssertionError(f"rank {rank} is not found")
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def is_guardian(entry: Path) -> bool:
+    return (entry / "comm").read_text().startswith("rank-guardian")

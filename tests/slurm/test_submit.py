@@ -6,6 +6,7 @@ queue at once by fixtures where they do not depend on each other.
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,6 +132,35 @@ def test_explain_tells_the_story_of_its_attempts(interrupted: Interrupted, slurm
     ]
     assert story["state"] == "done" and 0 < story["goodput"] < 1
     assert all(attempt["seconds"]["training"] > 0 for attempt in story["attempts"])
+
+
+def test_under_torchrun_a_run_that_was_told_to_stop_goes_on_after_a_requeue(
+    folder: Path, slurm: Slurm, uninterrupted: Path
+) -> None:
+    run = folder / "torchrun"
+    steps = ("schedule.train_iters=60", "checkpoint.save_interval=0")
+    job = slurm.submit(*SMALL, *TWO_NODES, f"run.dir={run}", *steps, "cluster.launcher=torchrun")
+    slurm.wait_for(lambda: len(rows(run)) >= 3, run)
+    slurm.run("scancel", "--signal=USR1", "--batch", job)
+    slurm.wait(job, run)
+    assert status(run)["state"] == "done"
+    assert losses(run) == losses(uninterrupted)
+    first, second = starts(run)
+    assert first == 0 < second
+    assert verdicts(run) == [("stopped", True), ("done", False)]
+
+
+def test_a_node_with_bad_memory_is_left_out_of_the_next_try(
+    folder: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(PLANTED), os.environ.get("PYTHONPATH")])))
+    run = folder / "memory"
+    fault = "cluster.setup=['[ ${SLURM_RESTART_COUNT:-0} != 0 ] || export PLANTED_FAULT=0:2:has_bad_memory']"
+    job = slurm.submit(*SMALL, *ONE_RANK, f"run.dir={run}", "schedule.train_iters=3", fault)
+    slurm.wait(job, run)
+    assert verdicts(run) == [("hardware", True), ("done", False)]
+    first, second = re.findall(r"^== job .*, on (\S+),", (run / f"slurm-{job}.log").read_text(), re.MULTILINE)
+    assert (run / "excluded_nodes").read_text() == f"{first}\n" and first != second
 
 
 @pytest.fixture(scope="module")

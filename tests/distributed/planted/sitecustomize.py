@@ -34,6 +34,8 @@ def happen(kind: str, engine: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         case "raises":
             raise ValueError("the planted error")
+        case "has_bad_memory":
+            raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
         case "has_no_room":  # for a file of more than 64 KiB
             resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
         case "writes_slowly":
