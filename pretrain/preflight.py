@@ -21,7 +21,7 @@ from shardwright.conf.problems import Problem, RefusedError
 from shardwright.pretrain import machine, preflight_groups, preflight_local, ranks
 from shardwright.pretrain.folder import write_atomic
 from shardwright.pretrain.preflight_examine import Examination, first_line
-from shardwright.pretrain.preflight_lead import SLACK_SECONDS, Lead, add
+from shardwright.pretrain.preflight_lead import Lead, add
 from shardwright.pretrain.preflight_local import HungError, bounded
 from shardwright.pretrain.preflight_report import Report, show
 from shardwright.pretrain.preflight_results import BAD, Baseline, Finding, Node, compare, nodes_of
@@ -50,6 +50,11 @@ class Options:
     least_free_bytes: int
     as_json: bool
     ib_root: Path = preflight_local.IB_ROOT
+
+    @property
+    def slack_seconds(self) -> float:
+        """What a test of ranks may take above its timeout, for what comes with it."""
+        return max(1.0, self.group_timeout_seconds / 4)
 
 
 def run(options: Options, environ: Mapping[str, str] = os.environ) -> int:
@@ -102,13 +107,13 @@ def _together(
         try:
             if lead is not None:
                 lead.plan(deadline=started + options.timeout_seconds)
-            stages = meeting.told("stages", 2 * options.timeout_seconds + SLACK_SECONDS)
+            stages = meeting.told("stages", 2 * options.timeout_seconds + options.slack_seconds)
             begun = time.monotonic()
             well = _take_part(meeting, environment, options, stages)
             if lead is not None:
                 lead.plan_all(begun)
             count = len(stages) + 2
-            everybody = meeting.told("all", count * (options.group_timeout_seconds + SLACK_SECONDS))
+            everybody = meeting.told("all", count * (options.group_timeout_seconds + options.slack_seconds))
             if well:
                 _take_part(meeting, environment, options, {preflight_groups.ALL: [everybody]})
             meeting.post("afterwards", examined.afterwards(xids))
@@ -117,7 +122,7 @@ def _together(
                 code = _conclude(report, options)
                 lead.release(report.fit)
                 return code
-            fit = meeting.told("fit", 2 * (options.group_timeout_seconds + SLACK_SECONDS))
+            fit = meeting.told("fit", 2 * (options.group_timeout_seconds + options.slack_seconds))
             meeting.post("bye", None)
             return 0 if fit else NOT_FIT
         except RuntimeError as error:
@@ -147,7 +152,7 @@ def _take_part(
 
         hung = False
         try:
-            outcome: dict[str, Any] = {"gb_per_second": bounded(limit + SLACK_SECONDS, test)}
+            outcome: dict[str, Any] = {"gb_per_second": bounded(limit + options.slack_seconds, test)}
         except Exception as error:
             hung, outcome = isinstance(error, HungError), {"error": first_line(error)}
         meeting.post(stage, outcome | {"members": members})

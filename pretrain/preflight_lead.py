@@ -24,8 +24,6 @@ if TYPE_CHECKING:  # they need torch, or this module
     from shardwright.pretrain.preflight import Options
     from shardwright.pretrain.preflight_meeting import Meeting
 
-SLACK_SECONDS = 15
-"""Above a timeout, for what comes with it."""
 _LINGER_SECONDS = 5
 """Rank 0 serves the store for so long after its verdict, unless all have read it before."""
 
@@ -47,6 +45,7 @@ class Lead:
         self._nodes: dict[str, Node] = {}
         self._stages: preflight_groups.Groups = {}
         self._everybody: list[int] = []
+        self._lost: set[int] = set()
 
     def plan(self, deadline: float) -> None:
         """Wait for what the ranks found by themselves; say who talks to whom."""
@@ -65,11 +64,12 @@ class Lead:
         members = {rank for ranks in self._fit().values() for rank in ranks}
         worked: dict[preflight_groups.Edge, bool] = {}
         for number, (stage, groups) in enumerate(self._stages.items(), start=1):
-            deadline = begun + number * (self._options.group_timeout_seconds + SLACK_SECONDS)
+            deadline = begun + number * (self._options.group_timeout_seconds + self._options.slack_seconds)
             expected = [rank for group in groups for rank in group if rank in members]
             outcomes = self._meeting.collect(stage, expected, deadline)
             for rank in set(expected) - set(outcomes):
                 members.discard(rank)
+                self._lost.add(rank)
                 self._node(rank).add("answer", Finding(BAD, f"no answer any more from rank {rank} in test {stage}"))
             for rank, outcome in outcomes.items():
                 self._note(stage, rank, outcome, worked)
@@ -81,11 +81,11 @@ class Lead:
 
     def judge(self) -> Report:
         """Wait for the test of all, and judge."""
-        deadline = time.monotonic() + self._options.group_timeout_seconds + SLACK_SECONDS
+        deadline = time.monotonic() + self._options.group_timeout_seconds + self._options.slack_seconds
         group = None
         if len(self._everybody) > 1:
             group = self._judge_all(self._meeting.collect(preflight_groups.ALL, self._everybody, deadline))
-        add(self._nodes, self._meeting.collect("afterwards", self._results, deadline), self._results)
+        add(self._nodes, self._meeting.collect("afterwards", self._there(), deadline), self._results)
         compare(self._nodes, self._baseline, self._options.fraction)
         return Report(
             nodes={name: self._nodes[name] for name in sorted(self._nodes, key=self._place)},
@@ -98,11 +98,12 @@ class Lead:
     def release(self, fit: bool) -> None:
         """Tell the others the verdict, and wait until they have heard it."""
         self._meeting.tell("fit", fit)
-        others = [rank for rank in self._results if rank != self._environment.rank]
+        others = self._there() - {self._environment.rank}
         self._meeting.collect("bye", others, time.monotonic() + _LINGER_SECONDS)
 
     def _judge_all(self, outcomes: Mapping[int, Any]) -> Finding:
         silent = [rank for rank in self._everybody if rank not in outcomes]
+        self._lost |= set(silent)
         for rank in silent:
             self._node(rank).add("answer", Finding(BAD, f"no answer any more from rank {rank} in the test of all"))
         errors = [f"rank {rank}: {outcome['error']}" for rank, outcome in outcomes.items() if "error" in outcome]
@@ -130,6 +131,10 @@ class Lead:
 
     def _node(self, rank: int) -> Node:
         return self._nodes[self._results[rank].node]
+
+    def _there(self) -> set[int]:
+        """Ranks that answer still."""
+        return self._results.keys() - self._lost
 
     def _fit(self) -> dict[str, list[int]]:
         """Fit nodes and their ranks, in the order of ranks."""

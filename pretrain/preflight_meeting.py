@@ -9,6 +9,7 @@ Collective: none in here; the store's keys are `NAME/RANK`.
 """
 
 import json
+import socket
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ class Meeting:
         Raises:
             RuntimeError: rank 0 did not serve in time; or its port is taken.
         """
+        if not environment.serves_store:
+            _reach(environment.master_addr, environment.master_port, timeout_seconds)
         store = TCPStore(
             environment.master_addr,
             environment.master_port,
@@ -74,3 +77,20 @@ class Meeting:
         """
         self.store.wait([f"{name}/said"], timedelta(seconds=seconds))
         return json.loads(self.store.get(f"{name}/said"))
+
+
+def _reach(host: str, port: int, timeout_seconds: float) -> None:
+    """Return as soon as somebody listens there; the store's own client takes several times as long as it is told.
+
+    Raises:
+        RuntimeError: nobody did in time.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(1.0, deadline - time.monotonic())).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{host}:{port}: {error}") from None
+            time.sleep(_POLL_SECONDS)

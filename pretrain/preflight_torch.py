@@ -56,7 +56,7 @@ def gemm(device: torch.device) -> Finding:
     a, b = (_sparse(size, random) for _ in range(2))
     x = torch.randint(1, 8, (size, 1), generator=random)
     product = (a.to(device, dtype) @ b.to(device, dtype)).cpu().to(torch.int64)
-    wrong = int((product @ x != a @ (b @ x)).sum())
+    wrong = wrong_rows(product, a, b, x)
     if wrong:
         return Finding(BAD, f"{device}: {wrong} of {size} rows of an integer product are wrong")
     size, rounds = _FAST_SIZE[device.type], _FAST_ROUNDS[device.type]
@@ -67,6 +67,11 @@ def gemm(device: torch.device) -> Finding:
     out = torch.empty_like(first)
     seconds = _seconds(lambda: torch.mm(left, right, out=out), device, rounds)
     return Finding(OK, "", {"gemm_tflops": 2 * size**3 / seconds / 1e12})
+
+
+def wrong_rows(product: torch.Tensor, a: torch.Tensor, b: torch.Tensor, x: torch.Tensor) -> int:
+    """Rows of `product` that cannot be those of a b; integers of shapes (n, n), and (n, 1) for x."""
+    return int((product @ x != a @ (b @ x)).sum())
 
 
 def copies(device: torch.device) -> Finding:

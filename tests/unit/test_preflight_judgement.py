@@ -1,4 +1,4 @@
-"""Which nodes a preflight calls unfit: by what they found, against the baseline, against each other, by who is silent."""
+"""Which nodes a preflight calls unfit: by what they found, against the baseline and each other, and by their silence."""
 
 import json
 from pathlib import Path
