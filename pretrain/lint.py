@@ -40,7 +40,12 @@ SYSTEM = {
 }
 """Name or pattern -> what it says about a system. These may stay."""
 
-_HARMLESS = {"NCCL_DEBUG": {"VERSION", "WARN"}, "CUDA_LAUNCH_BLOCKING": {"0"}, "TORCH_DISTRIBUTED_DEBUG": {"OFF"}}
+_HARMLESS = {
+    "NCCL_DEBUG": {"VERSION", "WARN"},
+    "CUDA_LAUNCH_BLOCKING": {"0"},
+    "TORCH_DISTRIBUTED_DEBUG": {"OFF"},
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": {"1", "3"},  # torchrun sets 1
+}
 """Values that neither slow nor flood anything."""
 
 

@@ -69,12 +69,12 @@ class Examination:
         device, found = "unknown", dict[str, Finding]()
         node = Node(name=self._node)
         try:
-            for one in preflight_torch.devices(*self._local):
-                device = preflight_torch.name_of(one)
+            for one in preflight_local.bounded(limit, partial(preflight_torch.devices, *self._local)):
+                device = preflight_local.bounded(limit, partial(preflight_torch.name_of, one))
                 node.add("gemm", _guarded(limit, partial(preflight_torch.gemm, one)))
                 if one.type == "cuda":
                     node.add("copies", _guarded(limit, partial(preflight_torch.copies, one)))
-        except RuntimeError as error:  # CUDA does not start
+        except RuntimeError as error:  # CUDA does not start, or hangs
             node.add("gemm", Finding(BAD, first_line(error)))
         found |= node.findings
         found.setdefault("copies", Finding(SKIPPED, "no GPU"))

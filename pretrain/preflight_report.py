@@ -70,9 +70,14 @@ class Report:
 def show(report: Report, console: Console) -> None:
     """Print a row per check, the nodes that differ by name, and the verdict."""
     nodes = list(report.nodes.values())
-    devices = dict.fromkeys(node.device for node in nodes)
+    devices = dict.fromkeys(node.device for node in nodes if node.device != "unknown")
     ranks = f"{report.num_ranks} rank{'s' if report.num_ranks != 1 else ''}"
-    console.print(Text(f"preflight of {_named(list(report.nodes))}, {ranks}, on {', '.join(devices)}", style="bold"))
+    console.print(
+        Text(
+            f"preflight of {_named(list(report.nodes))}, {ranks}, on {', '.join(devices) or 'nothing known'}",
+            style="bold",
+        )
+    )
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for column in ("check", "state", "found", "nodes that differ"):
         table.add_column(column, overflow="fold", no_wrap=column in ("check", "state"))

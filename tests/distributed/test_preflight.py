@@ -4,6 +4,7 @@ The tasks are forked where torch is imported already; each runs the command as i
 """
 
 import json
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -27,11 +28,15 @@ def leave(code: int) -> NoReturn:
 
 
 def task_of_srun(
-    index: int, num_ranks: int, store: Path, port: int, words: tuple[str, ...], fault: Callable[[], None] | None = None
+    index: int,
+    num_ranks: int,
+    store: Path,
+    port: int,
+    words: tuple[str, ...],
+    fault: Callable[[], None] | None = None,
+    nodes: int = 2,
 ) -> int | str:
-    """One task of two, on the node n1 or n2; its exit code."""
-    import os
-
+    """One task of two, on the nodes n1 and n2 or both on n1; its exit code."""
     task = int(os.environ.get("FIRST_TASK", "0")) + index
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         os.environ.pop(name, None)
@@ -40,10 +45,10 @@ def task_of_srun(
         "SLURM_STEP_ID": "0",
         "SLURM_NTASKS": "2",
         "SLURM_PROCID": str(task),
-        "SLURM_LOCALID": "0",
-        "SLURM_NODEID": str(task),
-        "SLURM_JOB_NODELIST": "n[1-2]",
-        "SLURMD_NODENAME": f"n{task + 1}",
+        "SLURM_LOCALID": str(task % (2 // nodes)),
+        "SLURM_NODEID": str(task * nodes // 2),
+        "SLURM_JOB_NODELIST": f"n[1-{nodes}]",
+        "SLURMD_NODENAME": f"n{task * nodes // 2 + 1}",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
@@ -54,7 +59,8 @@ def task_of_srun(
     try:
         return cli.main(["preflight", "--disk-mib=1", "--free-gib=0", *words])
     except Left as left:
-        return left.args[0]
+        code: int | str = left.args[0]
+        return code
 
 
 def is_lost_before_the_tests_of_groups() -> None:
@@ -106,6 +112,16 @@ def test_two_nodes_that_are_well_are_fit_and_measured_together(
     assert list(told["nodes"]) == ["n1", "n2"]
     rates = json.loads(baseline.read_text())["rates"]
     assert {"gemm_tflops", "pair_bus_gb_per_second", "all_reduce_bus_gb_per_second"} <= rates.keys()
+
+
+def test_two_tasks_of_one_node_are_measured_within_it(
+    run_ranks: RunRanks, port: int, words: tuple[str, ...], report: Callable[[], dict[str, Any]]
+) -> None:
+    assert run_ranks(task_of_srun, 2, port, words, None, 1) == [0, 0]
+    (node,) = report()["nodes"].values()
+    assert (node["ranks"], node["fit"]) == ([0, 1], True)
+    assert node["checks"]["in_node"]["rates"]["in_node_bus_gb_per_second"] > 0
+    assert "neighbours" not in node["checks"]
 
 
 def test_a_node_that_never_comes_is_named(

@@ -1,4 +1,4 @@
-"""Which nodes a preflight calls unfit: by what they found, against the baseline and each other, and by their silence."""
+"""Which nodes a preflight calls unfit: by findings, against the baseline and each other, and by their silence."""
 
 import json
 from pathlib import Path

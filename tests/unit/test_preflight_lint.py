@@ -37,6 +37,7 @@ def test_a_variable_that_tunes_or_debugs_is_named_with_its_reason(name: str, val
         ("NCCL_DEBUG", "warn"),
         ("TORCH_NCCL_TRACE_BUFFER_SIZE", "2000"),
         ("CUDA_LAUNCH_BLOCKING", "0"),
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         ("PATH", "/usr/bin"),
     ],
 )

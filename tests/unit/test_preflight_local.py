@@ -3,6 +3,7 @@
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,7 +88,7 @@ def test_no_infiniband_is_skipped(tmp_path: Path) -> None:
         ({"ecc_uncorrected": None, "remap_pending": None, "pcie_width": None, "throttle_reasons": None}, OK, "MHz"),
     ],
 )
-def test_what_nvml_tells_of_a_gpu_is_judged(change: dict[str, int | None], state: str, words: str) -> None:
+def test_what_nvml_tells_of_a_gpu_is_judged(change: dict[str, Any], state: str, words: str) -> None:
     found = local.gpu_health([replace(WELL, **change)], [])
     assert found.state == state and words in found.detail
 

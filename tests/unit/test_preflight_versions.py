@@ -1,6 +1,7 @@
 """What `preflight --versions` says: each part, the version that is known to work, and what a difference means."""
 
 import json
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -85,6 +86,7 @@ def test_the_torch_part_of_transformer_engine_is_there_when_its_compiled_file_is
     package = tmp_path / "transformer_engine"
     package.mkdir()
     (package / "__init__.py").touch()
+    monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)  # other tests may hide it
     monkeypatch.syspath_prepend(str(tmp_path))
     assert requirements.version("transformer_engine_torch") is None
     (tmp_path / "transformer_engine_torch.cpython-312-x86_64-linux-gnu.so").touch()
@@ -93,3 +95,11 @@ def test_the_torch_part_of_transformer_engine_is_there_when_its_compiled_file_is
 
 def test_cuda_is_read_from_torch_without_importing_it() -> None:
     assert preflight_versions.cuda_of_torch() in ("13.0", None)
+
+
+def test_containers_have_the_cuda_that_the_pinned_torch_was_built_with() -> None:
+    folder = ROOT / "slurm" / "containers"
+    for name in ("Dockerfile", "shardwright.def"):
+        text = (folder / name).read_text()
+        assert f"nvcr.io/nvidia/cuda:{PINNED['cuda-toolkit']}-cudnn-devel-" in text
+        assert "containers/install.sh /opt/shardwright" in text
