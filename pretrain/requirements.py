@@ -119,6 +119,7 @@ REQUIREMENTS = {
         ("nvidia-resiliency-ext",),
         "0.4.1",
         "pip install nvidia-resiliency-ext; cluster.launcher=torchrun needs none",
+        "cluster.launcher=ft_launcher is refused: no spare nodes inside of a job",
     ),
     "apex": Requirement(
         "apex.optimizers amp_C",
@@ -126,13 +127,6 @@ REQUIREMENTS = {
         "0.1",
         "build NVIDIA's apex with its C++ and CUDA extensions: https://github.com/NVIDIA/apex",
         "optimizer.kernel=apex is refused; Transformer Engine's kernels are taken",
-    ),
-    "nvidia_resiliency_ext": Requirement(
-        "nvidia_resiliency_ext",
-        ("nvidia-resiliency-ext",),
-        "0.6",
-        "pip install nvidia-resiliency-ext",
-        "no restart inside of a job; Slurm queues the job again",
     ),
 }
 """Feature -> what it needs."""
