@@ -103,6 +103,8 @@ def submit(options: argparse.Namespace) -> int:
                 print("\n".join(watch.cancel(folder, now=options.now)))
         return 0
     prepared = (submit.prepare_sweep if options.multirun else submit.prepare)(options.overrides)
+    for warning in prepared.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
     if options.dry_run:
         _print_plan(prepared.configs[0], as_json=False)
         print(prepared.script, end="")
@@ -123,6 +125,30 @@ def explain(options: argparse.Namespace) -> int:
     if options.verdict is not None:
         return explain.decide(Path(options.run), options.verdict, told=options.told, after=options.after)
     return explain.run(Path(options.run), as_json=options.json)
+
+
+def preflight(options: argparse.Namespace) -> int:
+    """Say whether this machine, or every node of a job step, is fit to train; or what is installed."""
+    if options.versions:
+        from shardwright.pretrain import preflight_versions
+
+        return preflight_versions.run(as_json=options.json)
+    from shardwright.pretrain import preflight
+
+    how = preflight.Options(
+        folder=Path(options.folder),
+        gpus=options.gpus,
+        baseline=Path(options.baseline) if options.baseline else None,
+        write_baseline=Path(options.write_baseline) if options.write_baseline else None,
+        report=Path(options.report) if options.report else None,
+        fraction=options.fraction,
+        timeout_seconds=options.timeout,
+        group_timeout_seconds=options.group_timeout,
+        disk_bytes=options.disk_mib * 2**20,
+        least_free_bytes=options.free_gib * 2**30,
+        as_json=options.json,
+    )
+    return preflight.run(how)
 
 
 def bench(options: argparse.Namespace) -> int:
@@ -298,6 +324,35 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _preflight_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--folder", default=".", metavar="DIR", help="disk to test, as the run's folder (.)")
+    parser.add_argument("--gpus", type=_at_least(0), metavar="N", help="GPUs that every node must show")
+    parser.add_argument("--baseline", metavar="FILE", help="what a fit node of this site reaches")
+    parser.add_argument("--write-baseline", metavar="FILE", help="write what was reached, if all are fit")
+    parser.add_argument(
+        "--fraction", type=_share, default=0.8, metavar="F", help="of baseline and median, at least (0.8)"
+    )
+    parser.add_argument("--timeout", type=_at_least(1), default=120, metavar="S", help="for a node to answer (120 s)")
+    parser.add_argument(
+        "--group-timeout", type=_at_least(1), default=60, metavar="S", help="for a test of ranks (60 s)"
+    )
+    parser.add_argument("--disk-mib", type=_at_least(1), default=64, metavar="N", help="MiB to write and read (64)")
+    parser.add_argument("--free-gib", type=_at_least(0), default=1, metavar="N", help="GiB that must be free (1)")
+    parser.add_argument("--report", metavar="FILE", help="write what was found as JSON")
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    parser.add_argument("--versions", action="store_true", help="say what is installed and what it means, and leave")
+    parser.epilog = """\
+examples:
+  # this machine
+  shardwright preflight --folder runs
+  # every node of an allocation, a task per GPU; one that does not answer is named
+  srun --kill-on-bad-exit=0 --wait=0 shardwright preflight --report preflight.json
+  # what a node that is well reaches, to be judged against
+  srun shardwright preflight --write-baseline baseline.json
+
+exit codes: 0 fit, 2 refused, 5 not fit: a bad node, a missing one, a package that every run needs"""
+
+
 def _bench_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=["step"], help="the training step, on random tokens; starts its own ranks")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="GROUP=CHOICE or section.key=value")
@@ -345,6 +400,12 @@ def _at_least(least: int) -> Callable[[str], int]:
     return number
 
 
+def _share(text: str) -> float:
+    if not 0 < float(text) <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 1")
+    return float(text)
+
+
 def _config_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="GROUP=CHOICE or section.key=value")
     parser.add_argument("--cfg", choices=["job"], help="print the composed configuration and leave")
@@ -386,6 +447,9 @@ COMMANDS = {
     "submit": Command("Put a run or a sweep into Slurm's queue, and return.", _submit_options, submit),
     "explain": Command(
         "Tell the story of a run: attempts, steps lost, what the time went into.", _explain_options, explain
+    ),
+    "preflight": Command(
+        "Say whether this machine, or every node of a job step, is fit to train.", _preflight_options, preflight
     ),
     "bench": Command("Measure the speed of the training step, also against bare megatron-core.", _bench_options, bench),
     "checkpoint": Command("List, inspect, verify, export or import checkpoints.", _checkpoint_options, checkpoint),

@@ -12,11 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import pynvml
-
 from shardwright.conf.choices import GpuKind
 from shardwright.conf.schema import Config
 from shardwright.pretrain import requirements
+
+try:
+    import pynvml
+except ImportError:  # a container without nvidia-ml-py: as without NVML
+    pynvml = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +62,87 @@ def detect(environ: Mapping[str, str] = os.environ) -> Machine:
 def gpu_state(local_rank: int, environ: Mapping[str, str] = os.environ) -> dict[str, float | None]:
     """Clocks, temperature and power of the GPU that a local rank has, now; None where NVML does not say."""
     notes: list[str] = []
-    queries: dict[str, tuple[Callable[..., Any], tuple[Any, ...], float]] = {
-        "sm_clock_mhz": (pynvml.nvmlDeviceGetClockInfo, (pynvml.NVML_CLOCK_SM,), 1),
-        "memory_clock_mhz": (pynvml.nvmlDeviceGetClockInfo, (pynvml.NVML_CLOCK_MEM,), 1),
-        "temperature_celsius": (pynvml.nvmlDeviceGetTemperature, (pynvml.NVML_TEMPERATURE_GPU,), 1),
-        "power_watts": (pynvml.nvmlDeviceGetPowerUsage, (), 1e-3),  # NVML counts milliwatts
-    }
-    state: dict[str, float | None] = dict.fromkeys(queries)
+    state: dict[str, float | None] = dict.fromkeys(
+        ("sm_clock_mhz", "memory_clock_mhz", "temperature_celsius", "power_watts")
+    )
     with _visible_gpus(environ, notes) as handles:
         for handle in (handles or [])[local_rank : local_rank + 1]:
-            for name, (query, arguments, unit) in queries.items():
-                answer = _ask(query, notes, handle, *arguments)
+            answers = (
+                _ask(pynvml.nvmlDeviceGetClockInfo, notes, handle, pynvml.NVML_CLOCK_SM),
+                _ask(pynvml.nvmlDeviceGetClockInfo, notes, handle, pynvml.NVML_CLOCK_MEM),
+                _ask(pynvml.nvmlDeviceGetTemperature, notes, handle, pynvml.NVML_TEMPERATURE_GPU),
+                _ask(pynvml.nvmlDeviceGetPowerUsage, notes, handle),
+            )
+            for name, answer, unit in zip(state, answers, (1, 1, 1, 1e-3), strict=True):  # NVML counts milliwatts
                 state[name] = None if answer is None else answer * unit
     return state
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuHealth:
+    """What says whether one visible GPU is fit, now; None where NVML does not say."""
+
+    index: int
+    """Among the visible ones."""
+    uuid: str
+    ecc_enabled: bool | None
+    ecc_uncorrected: int | None
+    """Errors that ECC could not correct, since the driver was loaded."""
+    remap_pending: bool | None
+    """Memory rows wait for a reset of the GPU to be replaced."""
+    remap_failed: bool | None
+    """A row could not be replaced: there are no spare ones left."""
+    pcie_generation: int | None
+    """Falls while the GPU is idle, so ask under load."""
+    pcie_max_generation: int | None
+    pcie_width: int | None
+    pcie_max_width: int | None
+    throttle_reasons: int | None
+    """Bits `nvmlClocksThrottleReason*`."""
+    sm_clock_mhz: int | None
+    sm_max_clock_mhz: int | None
+
+
+def gpu_health(environ: Mapping[str, str] = os.environ) -> tuple[list[GpuHealth], list[str]]:
+    """The health of every visible GPU, and why something could not be read."""
+    notes: list[str] = []
+    with _visible_gpus(environ, notes) as handles:
+        found = [_health(index, handle, notes) for index, handle in enumerate(handles or [])]
+    return found, list(dict.fromkeys(notes))
+
+
+@contextmanager
+def watch_xids(environ: Mapping[str, str] = os.environ) -> Iterator[Callable[[], list[tuple[int, int]]]]:
+    """Listen for critical errors (XID) of the visible GPUs: NVML tells those alone that come while somebody listens.
+
+    Yields:
+        A function that returns what came since the last call: index of the visible GPU, XID.
+    """
+    notes: list[str] = []
+    with _visible_gpus(environ, notes) as handles:
+        events = _ask(pynvml.nvmlEventSetCreate, notes) if handles else None
+        kind = pynvml.nvmlEventTypeXidCriticalError if handles else 0
+        uuids = [_uuid(handle, notes) for handle in handles or []]
+        if events is not None:
+            for handle in handles or []:
+                _ask(pynvml.nvmlDeviceRegisterEvents, notes, handle, kind, events)
+
+        def came() -> list[tuple[int, int]]:
+            found: list[tuple[int, int]] = []
+            while events is not None:
+                event = _ask(pynvml.nvmlEventSetWait, notes, events, 0)  # an error says that none waits
+                if event is None:
+                    break
+                uuid = _uuid(event.device, notes)
+                if uuid in uuids:
+                    found.append((uuids.index(uuid), int(event.eventData)))
+            return found
+
+        try:
+            yield came
+        finally:
+            if events is not None:
+                _ask(pynvml.nvmlEventSetFree, notes, events)
 
 
 def cores_near_gpu(local_rank: int, environ: Mapping[str, str] = os.environ) -> set[int]:
@@ -96,6 +167,10 @@ def device(config: Config, machine: Machine) -> str:
 @contextmanager
 def _visible_gpus(environ: Mapping[str, str], notes: list[str]) -> Iterator[list[Any] | None]:
     """NVML while it is open: handles of the visible GPUs; None and a note where there is no NVML."""
+    if pynvml is None:
+        notes.append("NVML: the package nvidia-ml-py is not installed")
+        yield None
+        return
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
@@ -145,6 +220,27 @@ def _gpu(handle: Any, notes: list[str]) -> Gpu:
         name=_ask(pynvml.nvmlDeviceGetName, notes, handle),
         compute_capability=None if capability is None else (capability[0], capability[1]),
         memory_bytes=None if memory is None else int(memory.total),
+    )
+
+
+def _health(index: int, handle: Any, notes: list[str]) -> GpuHealth:
+    ecc = _ask(pynvml.nvmlDeviceGetEccMode, notes, handle)
+    uncorrected, volatile = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
+    remapped = _ask(pynvml.nvmlDeviceGetRemappedRows, notes, handle)  # corrected, uncorrected, pending, failed
+    return GpuHealth(
+        index=index,
+        uuid=_uuid(handle, notes),
+        ecc_enabled=None if ecc is None else bool(ecc[0]),
+        ecc_uncorrected=_ask(pynvml.nvmlDeviceGetTotalEccErrors, notes, handle, uncorrected, volatile),
+        remap_pending=None if remapped is None else bool(remapped[2]),
+        remap_failed=None if remapped is None else bool(remapped[3]),
+        pcie_generation=_ask(pynvml.nvmlDeviceGetCurrPcieLinkGeneration, notes, handle),
+        pcie_max_generation=_ask(pynvml.nvmlDeviceGetMaxPcieLinkGeneration, notes, handle),
+        pcie_width=_ask(pynvml.nvmlDeviceGetCurrPcieLinkWidth, notes, handle),
+        pcie_max_width=_ask(pynvml.nvmlDeviceGetMaxPcieLinkWidth, notes, handle),
+        throttle_reasons=_ask(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, notes, handle),
+        sm_clock_mhz=_ask(pynvml.nvmlDeviceGetClockInfo, notes, handle, pynvml.NVML_CLOCK_SM),
+        sm_max_clock_mhz=_ask(pynvml.nvmlDeviceGetMaxClockInfo, notes, handle, pynvml.NVML_CLOCK_SM),
     )
 
 

@@ -68,6 +68,15 @@ def detect(environ: Mapping[str, str]) -> RankEnvironment | None:
     return _torchrun(environ) if _started_by_torchrun(environ) else _srun(environ)
 
 
+def tasks_of_nodes(environ: Mapping[str, str]) -> dict[str, int]:
+    """Nodes of this job step and how many tasks srun starts on each; empty where srun is not the launcher."""
+    if _started_by_torchrun(environ) or not _is_srun_task(environ):
+        return {}
+    hosts = nodelist.expand(environ.get("SLURM_STEP_NODELIST") or environ["SLURM_JOB_NODELIST"])
+    tasks = _numbers(environ, ("SLURM_NTASKS",))[0]
+    return {host: _tasks_of_node(environ, tasks, len(hosts), node) for node, host in enumerate(hosts)}
+
+
 def world_size_problems(environment: RankEnvironment, config: Config) -> list[Problem]:
     """What stands against the number of ranks that torchrun or srun started."""
     if environment.world_size == config.world_size:

@@ -9,6 +9,7 @@ Machine rules are the job's: a login node has no GPUs and perhaps no torch.
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 from shardwright.conf import compose
 from shardwright.conf.problems import Problem, RefusedError, refuse
 from shardwright.conf.schema import Config
-from shardwright.pretrain import checks, start, sweep
+from shardwright.pretrain import checks, lint, start, sweep
 from shardwright.pretrain.folder import RunFolder, write_atomic
 from shardwright.slurm import programs, render
 from shardwright.slurm.render import Point
@@ -45,6 +46,16 @@ class Submission:
     def array(self) -> bool:
         """Whether it is a sweep."""
         return bool(self.table)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the job's environment should not hold: variables that tune or debug, one sentence each."""
+        cluster = self.configs[0].cluster
+        exported = {name: os.environ.get(name) for name in cluster.export}
+        return [
+            *(f"cluster.export: {left}" for left in lint.left_set(exported)),
+            *(f"cluster.setup: {left}" for left in lint.left_set(lint.assignments(cluster.setup))),
+        ]
 
     def send(self) -> list[str]:
         """Write folders, frozen configurations and script, and submit; the id of the job, or of all jobs of a chain.

@@ -44,8 +44,13 @@ TORCH_FREE = (
     "pretrain/folder.py",
     "pretrain/guard.py",
     "pretrain/launch.py",
+    "pretrain/lint.py",
     "pretrain/machine.py",
     "pretrain/plan.py",
+    "pretrain/preflight.py",
+    "pretrain/preflight_examine.py",
+    "pretrain/preflight_lead.py",
+    "pretrain/preflight_versions.py",
     "pretrain/ranks.py",
     "pretrain/train.py",
 )

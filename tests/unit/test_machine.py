@@ -130,3 +130,61 @@ def test_cores_near_a_gpu_are_those_of_the_local_rank_s(nvml: Callable[..., None
     assert machine.cores_near_gpu(0, {"CUDA_VISIBLE_DEVICES": "2"}) == {4, 5, 64}
     nvml("nvmlDeviceGetCpuAffinityWithinScope")
     assert machine.cores_near_gpu(0, {}) == set()
+
+
+def test_the_health_of_every_visible_gpu_is_read(nvml: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {
+        "nvmlDeviceGetEccMode": [1, 1],
+        "nvmlDeviceGetRemappedRows": (2, 1, 1, 0),
+        "nvmlDeviceGetCurrPcieLinkGeneration": 4,
+        "nvmlDeviceGetMaxPcieLinkGeneration": 5,
+        "nvmlDeviceGetCurrPcieLinkWidth": 8,
+        "nvmlDeviceGetMaxPcieLinkWidth": 16,
+        "nvmlDeviceGetCurrentClocksThrottleReasons": 0x4,
+        "nvmlDeviceGetMaxClockInfo": 1980,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(pynvml, name, lambda *arguments, answer=answer: answer)
+
+    def denied(*arguments: Any) -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    denied.__name__ = "nvmlDeviceGetTotalEccErrors"
+    monkeypatch.setattr(pynvml, denied.__name__, denied)
+    found, notes = machine.gpu_health({"CUDA_VISIBLE_DEVICES": "2,0"})
+    assert [(gpu.index, gpu.uuid) for gpu in found] == [(0, UUIDS[2]), (1, UUIDS[0])]
+    gpu = found[0]
+    assert (gpu.ecc_uncorrected, gpu.remap_pending, gpu.remap_failed) == (None, True, False)
+    assert (gpu.pcie_generation, gpu.pcie_max_generation, gpu.pcie_width, gpu.pcie_max_width) == (4, 5, 8, 16)
+    assert (gpu.sm_clock_mhz, gpu.sm_max_clock_mhz) == (2000 + pynvml.NVML_CLOCK_SM, 1980)
+    assert len([note for note in notes if "TotalEccErrors" in note]) == 1
+
+
+def test_xids_that_come_while_somebody_listens_are_told(
+    nvml: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting = [SimpleNamespace(device="handle 2", eventData=79), SimpleNamespace(device="handle 1", eventData=31)]
+
+    def wait(events: str, milliseconds: int) -> SimpleNamespace:
+        if not waiting:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_TIMEOUT)
+        return waiting.pop(0)
+
+    freed: list[str] = []
+    monkeypatch.setattr(pynvml, "nvmlEventSetCreate", lambda: "events")
+    monkeypatch.setattr(pynvml, "nvmlDeviceRegisterEvents", lambda handle, kind, events: None)
+    monkeypatch.setattr(pynvml, "nvmlEventSetWait", wait)
+    monkeypatch.setattr(pynvml, "nvmlEventSetFree", freed.append)
+    with machine.watch_xids({"CUDA_VISIBLE_DEVICES": "0,2"}) as came:
+        assert came() == [(1, 79)], "the other GPU is none of ours"
+        assert came() == []
+    assert freed == ["events"]
+
+
+def test_without_nvidia_ml_py_there_are_no_gpus_and_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "pynvml", None)
+    assert machine.detect({}).notes == ("NVML: the package nvidia-ml-py is not installed",)
+    assert machine.gpu_health({}) == ([], ["NVML: the package nvidia-ml-py is not installed"])
+    with machine.watch_xids({}) as came:
+        assert came() == []
+    assert set(machine.gpu_state(0, {}).values()) == {None}

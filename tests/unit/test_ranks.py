@@ -161,3 +161,9 @@ def test_our_own_launcher_s_variables_are_read_back() -> None:
     found = ranks.own(environ | {ranks.STORE_FD: "9"})
     assert (found.rank, found.world_size, found.local_rank, found.launcher) == (1, 2, 1, "own")
     assert (found.master_port, found.master_listen_fd, found.launch_id) == (5000, 9, "001-ab")
+
+
+def test_the_tasks_of_every_node_of_a_step_are_known_before_any_of_them_speaks() -> None:
+    step = SRUN | {"SLURM_STEP_NODELIST": "n[2,5-6]", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1", "SLURM_NTASKS": "5"}
+    assert ranks.tasks_of_nodes(step) == {"n2": 2, "n5": 2, "n6": 1}
+    assert ranks.tasks_of_nodes({}) == {}

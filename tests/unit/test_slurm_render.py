@@ -284,3 +284,17 @@ def test_tensor_parallelism_over_nodes_is_refused_but_within_a_rack_of_trays() -
     assert submit.prepare(["cluster=gb200_nvl72", *eight]).configs[0].world_size == 8
     with pytest.raises(RefusedError, match="has groups across nodes of 4 ranks"):
         submit.prepare(["cluster=dgx_h100", "cluster.gpus_per_node=4", *eight])
+
+
+def test_variables_that_tune_or_debug_are_warned_about_and_not_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    setup = "cluster.setup=['export NCCL_ALGO=Ring NCCL_SOCKET_IFNAME=ib0']"
+    words = ("submit", "--dry-run", "cluster=slurm", *SMALL_BATCH, "cluster.export=[NCCL_DEBUG,WANDB_API_KEY]", setup)
+    assert cli.main(words) == 0
+    warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert [warning.split(": ")[1:3] for warning in warnings] == [
+        ["cluster.export", "NCCL_DEBUG=INFO"],
+        ["cluster.setup", "NCCL_ALGO=Ring"],
+    ]
