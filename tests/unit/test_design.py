@@ -43,11 +43,13 @@ TORCH_FREE = (
     "pretrain/display.py",
     "pretrain/folder.py",
     "pretrain/guard.py",
+    "pretrain/heartbeat.py",
     "pretrain/launch.py",
     "pretrain/machine.py",
     "pretrain/plan.py",
     "pretrain/ranks.py",
     "pretrain/train.py",
+    "pretrain/watch.py",
 )
 
 
