@@ -99,6 +99,7 @@ class Watch:
         silent = f"no sign for {self._silent_seconds:.0f} s in {where}"
         _note(log, f"the watch: {silent}; its stacks and those of its children follow")
         frame = _innermost(_stacks(self._pid, log, stopped=state == "T"))
+        self._count = self._heart.read()[0]  # a stopped rank ran for a moment, to write them
         for child in _children(self._pid):
             _note(log, f"the watch: process {child}, a child")
             _stacks(child, log, stopped=False)
@@ -117,7 +118,6 @@ class Watch:
             time=time.time(),
             position=(int(state != "T"), count, int(waits)),
         ).write(attempt.errors)
-        self._count = self._heart.read()[0]  # a stopped rank ran for a moment, to write its stacks
 
     def _take_back(self) -> None:
         """It was slow, and goes on."""

@@ -76,6 +76,7 @@ def test_a_stopped_rank_is_found_named_and_ended_with_its_stacks_in_the_log(tmp_
     assert f"rank 1 on {socket.gethostname()} failed the run" in run.out and "hangs: no sign" in run.out
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_in_python_is_named_with_the_line_and_not_the_one_that_waits_for_it(tmp_path: Path) -> None:
     run = HungRun(tmp_path / "run", fault="1:3:sleeps")
     run.ended_by_rank_1("in waiting for data of step 3, at sitecustomize.py:")
@@ -96,6 +97,7 @@ def test_under_torchrun_too_a_stopped_rank_is_named(tmp_path: Path) -> None:
     assert run.code != 0
 
 
+@pytest.mark.slow
 def test_a_rank_that_all_the_others_wait_for_is_told_as_slow(tmp_path: Path) -> None:
     interval = ("telemetry.straggler_interval=4", "telemetry.straggler_share=0.3", "schedule.train_iters=6")
     ranks = ("cluster.ranks=2", "data=mock", "schedule.eval_interval=0", "checkpoint.save_interval=0")
