@@ -9,6 +9,7 @@ hangs. Each guardian then
    sits in native code), those of its children too, and on a GPU the flight recorder's trace;
 2. writes the rank's error file: phase, step, how long, where the stack ends, and whether the process is stopped;
 3. gives the other guardians a moment for the same, and kills the rank. The launcher ends the rest, as after every loss.
+   A stopped rank writes its stacks only now, since it has to run for that.
 
 `faults.culprit` then chooses among the error files. Time in which the guardian itself did not run does not count, so a
 job that was suspended as a whole is not taken for a hang.
@@ -83,6 +84,7 @@ class Watch:
             self._guarded(self._describe)
         ended = self._silent_seconds >= limit + grace_seconds(limit)
         if ended:
+            self._guarded(self._wake)
             self._guarded(self._conclude)
         return ended
 
@@ -92,19 +94,34 @@ class Watch:
 
     def _describe(self) -> None:
         """Stacks into the rank's log, then its error file."""
-        told, attempt = self._heart.told(), self._attempt
-        count, phase, step, _ = self._heart.read()
-        log, state = attempt.log(told["rank"]), _state(self._pid)
-        where = f"{phase}{f' of step {step}' if step else ''}"
-        silent = f"no sign for {self._silent_seconds:.0f} s in {where}"
-        _note(log, f"the watch: {silent}; its stacks and those of its children follow")
-        frame = _innermost(_stacks(self._pid, log, stopped=state == "T"))
-        self._count = self._heart.read()[0]  # a stopped rank ran for a moment, to write them
+        log = self._attempt.log(self._heart.told()["rank"])
+        _note(log, f"the watch: {self._silence()}; its stacks and those of its children follow")
+        stacks = "" if _is_stopped(self._pid) else _stacks(self._pid, log)
         for child in _children(self._pid):
             _note(log, f"the watch: process {child}, a child")
-            _stacks(child, log, stopped=False)
+            _stacks(child, log)
         _native_stacks(self._pid, log)
-        _trace(told["trace_pipe"])
+        _trace(self._heart.told()["trace_pipe"])
+        self._report(stacks)
+
+    def _wake(self) -> None:
+        """Let a stopped rank run for as long as it writes its stacks, and no earlier than it is ended.
+
+        It goes on for that moment, and might release those that wait for it before they are described.
+        """
+        if _is_stopped(self._pid):
+            log = self._attempt.log(self._heart.told()["rank"])
+            _note(log, "the watch: it is stopped; its stacks follow, since it is ended now")
+            self._report(_stacks(self._pid, log, wake=True), stopped=True)
+
+    def _silence(self) -> str:
+        _, phase, step, _ = self._heart.read()
+        return f"no sign for {self._silent_seconds:.0f} s in {phase}{f' of step {step}' if step else ''}"
+
+    def _report(self, stacks: str, *, stopped: bool = False) -> None:
+        """Write the rank's error file."""
+        told, attempt, state = self._heart.told(), self._attempt, "T" if stopped else _state(self._pid)
+        frame = _innermost(stacks)
         waits = frame is not None and _WAITING.search(frame["file"]) is not None
         at = f", at {Path(frame['file']).name}:{frame['line']} in {frame['function']}" if frame else ""
         why = f" ({_STATES[state]})" if state in _STATES else ""
@@ -113,10 +130,10 @@ class Watch:
             host=told["host"],
             exit_code=faults.FAULT,
             error_type=HANG,
-            error=f"hangs: {silent}{at}{why}; stacks in {log}",
+            error=f"hangs: {self._silence()}{at}{why}; stacks in {attempt.log(told['rank'])}",
             traceback=None,
             time=time.time(),
-            position=(int(state != "T"), count, int(waits)),
+            position=(int(state != "T"), self._count, int(waits)),
         ).write(attempt.errors)
 
     def _take_back(self) -> None:
@@ -158,6 +175,10 @@ def _state(pid: int) -> str:
     return ""
 
 
+def _is_stopped(pid: int) -> bool:
+    return _state(pid) == "T"
+
+
 def _children(pid: int) -> list[int]:
     found: list[int] = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
@@ -175,23 +196,26 @@ def _answers(pid: int) -> bool:
     return False
 
 
-def _stacks(pid: int, log: Path, *, stopped: bool) -> str:
+def _stacks(pid: int, log: Path, *, wake: bool = False) -> str:
     """Have a process write the stacks of its threads into `log`, and return them; empty where it cannot.
 
-    A stopped process runs for as long as it writes, and is stopped again.
+    Args:
+        pid: the process.
+        log: where its standard error goes.
+        wake: it is stopped; it runs for as long as it writes, and is stopped again.
     """
     if not _answers(pid):
         return ""
     start, deadline = log.stat().st_size, time.monotonic() + _PATIENCE_SECONDS
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, STACKS)
-        if stopped:
+        if wake:
             os.kill(pid, signal.SIGCONT)
         size = start
         while time.monotonic() < deadline and (size == start or log.stat().st_size != size):
             size = log.stat().st_size
             time.sleep(0.02)
-        if stopped:
+        if wake:
             os.kill(pid, signal.SIGSTOP)
     with log.open("rb") as file:
         file.seek(start)

@@ -13,6 +13,7 @@ from pathlib import Path
 from shardwright.pretrain import faults, launch, rank
 from shardwright.pretrain.faults import TrainingFault
 from shardwright.pretrain.folder import RunFolder
+from shardwright.pretrain.heartbeat import STARTING
 
 _BEHAVIOURS = "RANKS_WITHOUT_TORCH"
 _IGNORES_SIGTERM = """
@@ -34,6 +35,10 @@ def engine(context: rank.RankContext) -> int:
         (context.attempt.path / "pid_grandchild").write_text(str(child.pid))
     context.events.write("ready")
     if behaviour in ("stops", "stands", "is behind"):
+        context.heart.rest()
+        while len(list(context.attempt.path.glob("pid_*"))) < context.environment.world_size:
+            time.sleep(0.01)
+        context.heart.beat(STARTING)  # they fall silent together
         if behaviour != "is behind":
             context.phase("connecting ranks")
         if behaviour == "stops":
