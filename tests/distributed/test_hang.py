@@ -5,6 +5,7 @@ Two data-parallel ranks; rank 1 hangs at its third step, rank 0 then waits for i
 
 import json
 import os
+import re
 import signal
 import socket
 from collections.abc import Callable
@@ -55,8 +56,8 @@ class HungRun:
         assert self.left == [], self.out
         assert (self.status["state"], self.status["exit_code"]) == ("failed", 3), self.status
         assert (self.status["error"]["rank"], self.status["error"]["host"]) == (1, socket.gethostname()), self.status
-        assert self.status["error"]["error"].startswith(f"hangs: no sign for {LIMIT_SECONDS} s in "), self.status
-        assert said in self.status["error"]["error"], self.status
+        found = re.match(r"hangs: no sign for (\d+) s in (.*)", self.status["error"]["error"])
+        assert found and int(found[1]) >= LIMIT_SECONDS and said in found[2], self.status
         for log in self.logs:
             assert "the watch: no sign for" in log and "most recent call first" in log and "run_rank" in log
 
@@ -79,14 +80,14 @@ def test_a_stopped_rank_is_found_named_and_ended_with_its_stacks_in_the_log(tmp_
 @pytest.mark.slow
 def test_a_rank_that_hangs_in_python_is_named_with_the_line_and_not_the_one_that_waits_for_it(tmp_path: Path) -> None:
     run = HungRun(tmp_path / "run", fault="1:3:sleeps")
-    run.ended_by_rank_1("in waiting for data of step 3, at sitecustomize.py:")
+    run.ended_by_rank_1("waiting for data of step 3, at sitecustomize.py:")
     assert run.code == 3
 
 
 @pytest.mark.slow
 def test_a_data_loader_that_never_answers_is_named(tmp_path: Path) -> None:
     run = HungRun(tmp_path / "run", fault="1:3:gets_no_data")
-    run.ended_by_rank_1("in waiting for data of step 4")
+    run.ended_by_rank_1("waiting for data of step 4")
     assert run.code == 3
 
 
