@@ -90,7 +90,7 @@ def slow(
         hosts: machine of every rank.
         share: of the step, from which on a rank is slow.
     """
-    median = statistics.median(own_seconds)
+    median = statistics.median_low(own_seconds)  # of two ranks the faster one
     excess = [seconds - median for seconds in own_seconds]
     ranks = [rank for rank, above in enumerate(excess) if above > share * step_seconds]
     if not ranks:

@@ -35,7 +35,7 @@ def happen(kind: str, engine: Any) -> None:
         case "sleeps":
             time.sleep(3600)
         case "is_slow":
-            time.sleep(0.3)
+            time.sleep(0.5)
         case "gets_no_data":
             loader: Any = importlib.import_module("torch.utils.data")
             loader.dataloader._BaseDataLoaderIter.__next__ = lambda self: time.sleep(3600)
