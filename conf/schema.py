@@ -333,8 +333,25 @@ class Checkpoint:
 class Resilience:
     """What the run does about trouble."""
 
-    distributed_timeout_seconds: int = key(resume="free")
-    """A collective that takes longer ends the run; keep it above the longest save or data build."""
+    start_timeout_seconds: int = key(resume="free")
+    """A rank that needs longer to import, to connect or to build the model hangs, and the run ends with its stacks in
+    the logs. This and the next six: 0 for any time; while ranks start, no phase gets less than those before it, whose
+    ranks it waits for."""
+    data_timeout_seconds: int = key(resume="free")
+    """The same for preparing the data: tokenising, building sample indices."""
+    load_timeout_seconds: int = key(resume="free")
+    """The same for verifying a checkpoint, and for loading it."""
+    first_step_timeout_seconds: int = key(resume="free")
+    """The same for each part of the first step, in which kernels are compiled and chosen."""
+    step_timeout_seconds: int = key(resume="free")
+    """The same for each part of a later step: its data, forward and backward, update, agreement."""
+    evaluation_timeout_seconds: int = key(resume="free")
+    """The same for an evaluation."""
+    save_timeout_seconds: int = key(resume="free")
+    """The same for what training waits for in a save: the copy, an earlier save that is not yet done, the commit."""
+    distributed_timeout_seconds: int | None = key(resume="free")
+    """A collective that takes longer ends the ranks that wait in it, not the one that they wait for; null for a fifth
+    more than the longest of the above, so that the rank that hangs is found before."""
     on_non_finite: NonFinite = key(resume="free")
     """What a loss or gradient norm that is not finite leads to; one decision of all ranks."""
     max_requeues: int = key(resume="free")
@@ -350,6 +367,10 @@ class Telemetry:
 
     log_interval: int = key(resume="free")
     """Steps between two lines where there is no terminal; metrics.jsonl has every step always."""
+    straggler_interval: int = key(resume="free")
+    """Look for slow ranks every this many steps; 0 never looks."""
+    straggler_share: float = key(resume="free")
+    """A rank is slow if the others wait for it for more than this share of the step, in the mean."""
 
 
 @dataclass(kw_only=True, slots=True)

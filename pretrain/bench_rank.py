@@ -54,6 +54,7 @@ def measure(context: RankContext) -> int:
         subject.step()
         ends.append(time.perf_counter())
         processor.append(time.process_time())
+    context.heart.rest()
     state = machine.gpu_state(env.local_rank) if on_gpu else None
     ranks: list[Any] = [None] * env.world_size
     dist.all_gather_object(ranks, (state, _peak_memory(subject.device)), group=subject.control_group)
@@ -128,6 +129,7 @@ def _bare(context: RankContext) -> _Subject:
     )
     on_device = [[{name: value.to(device) for name, value in each.items()} for each in step] for step in loaded]
     groups = connect(context, plan.layout, device, meet(context))
+    context.heart.rest()  # its steps do not beat
     train_step = bare_step(config, plan.layout, groups.model, device, env.rank, plan.padded_vocab_size)
     upcoming, sums = iter(on_device), []
 

@@ -1,6 +1,6 @@
 """What the `start` event tells: what runs, where, in which numbers, by which kernels. Plain JSON values."""
 
-import socket
+import os
 from typing import Any
 
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from shardwright.parallel.mcore.engine import Engine
 from shardwright.pretrain import process
 from shardwright.pretrain.plan import Plan
 from shardwright.pretrain.rank import RankContext
+from shardwright.pretrain.ranks import host_name
 from shardwright.pretrain.trainer_state import TrainerState
 
 _MODEL_FIELDS = (
@@ -23,13 +24,17 @@ _MODEL_FIELDS = (
 )
 
 
+HOST = 5
+"""Column of `rank_map`."""
+
+
 def rank_map(plan: Plan, engine: Engine) -> list[list[Any]]:
     """Rows [rank, tp, cp, dp, pp, host, device] of all ranks.
 
     Collective: all-gather over the world; every rank calls it.
     """
     places: list[Any] = [None] * plan.layout.world_size
-    dist.all_gather_object(places, (socket.gethostname(), engine.device_name))
+    dist.all_gather_object(places, (host_name(os.environ), engine.device_name))
     rows = []
     for rank, (host, kind) in enumerate(places):
         at = plan.layout.coordinates(rank)

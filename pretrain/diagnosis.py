@@ -16,7 +16,7 @@ from typing import Any
 
 from shardwright.pretrain import checkpoint_store, faults
 from shardwright.pretrain.events import Row, read_rows
-from shardwright.pretrain.faults import DAMAGED, FAULT, REFUSED, STOPPED, UNFORESEEN, Failure
+from shardwright.pretrain.faults import DAMAGED, FAULT, HANG, REFUSED, STOPPED, UNFORESEEN, Failure
 from shardwright.pretrain.folder import Attempt, RunFolder
 
 CAUSES: dict[str, tuple[bool, str]] = {
@@ -30,10 +30,12 @@ CAUSES: dict[str, tuple[bool, str]] = {
     "hang": (True, "a rank gave no sign for longer than it may"),
     "network": (True, "ranks lost each other, and none says why"),
     "timeout": (True, "something took longer than it may"),
+    "storage": (True, "a file system failed"),
     "code": (True, "an unforeseen error"),
     "memory_gpu": (False, "a GPU's memory is full"),
     "memory_host": (False, "a machine's memory is full"),
     "disk_full": (False, "a disk or a quota is full"),
+    "permission": (False, "a file may not be read or written"),
     "not_finite": (False, "a loss or gradient norm that is not finite"),
     "training": (False, "training itself went wrong"),
     "configuration": (False, "it was refused: configuration, packages, data or checkpoint"),
@@ -42,14 +44,25 @@ CAUSES: dict[str, tuple[bool, str]] = {
 """Cause -> whether it may pass by itself, and what it means."""
 
 _TEXTS = (
+    ("memory_host", r"posix_fallocate|shared memory segment|out of shared memory|insufficient shared memory"),
     ("disk_full", r"no space left on device|disk quota exceeded|errno (28|122)\b"),
     ("memory_gpu", r"cuda out of memory|outofmemoryerror|cudaerrormemoryallocation|cublas_status_alloc_failed"),
-    ("memory_host", r"\bmemoryerror\b|cannot allocate memory|oom.?kill|out of memory|errno 12\b"),
-    ("hardware", r"\bxid\b|uncorrectable|\becc\b|cuda error: (unspecified launch|hardware|.*unavailable)|nvlink error"),
+    ("memory_gpu", r"cuda failure (\d+ )?'out of memory'"),
+    ("memory_host", r"memoryerror\b|(cannot|can't) allocate memory|oom.?kill|(?<!ran )out of memory|errno 12\b"),
+    ("hardware", r"\bxid\b|uncorrectable|\becc\b|nvlink error|hardware error|gpu is lost|fallen off the bus"),
+    ("hardware", r"cuda error: (unspecified launch|unknown error|.*(un|are )available)|system not yet initialized"),
+    ("permission", r"permission denied|read-only file system|errno (1|13|30)\b"),
+    (
+        "storage",
+        r"stale (nfs )?file handle|input/output error|transport endpoint|file write failed|errno (5|107|108|116)\b",
+    ),
     ("not_finite", r"the (loss|gradient norm) is (nan|-?inf)"),
+    ("code", r"illegal memory access|device-side assert"),
 )
 """Cause -> what an error says of it, in any case of letters; the first that is found counts."""
 _TIMEOUT = re.compile(r"timed? ?out|timeout|watchdog", re.IGNORECASE)
+_NCCL_TIMEOUT = "collective operation timeout"
+"""Source: torch 2.11, ProcessGroupNCCL.cpp."""
 _SRUN = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<task>\d+)[^:]*: (?P<end>.*)")
 """How srun names a task that ended badly. Source: slurm/src/srun/libsrun/launch.c."""
 _ENDED = re.compile(r"\*\*\* JOB \S+ ON (?P<host>\S+) CANCELLED AT \S+ DUE TO (?P<why>[^*]+?) \*\*\*")
@@ -161,9 +174,16 @@ def last_step(folder: RunFolder, attempt: int) -> int | None:
     return max(steps, default=None)
 
 
-def cause_of(failure: Failure) -> str:
-    """The cause that the failure of one rank speaks of."""
-    text = f"{failure.error_type or ''}: {failure.error}"
+def cause_of(failure: Failure, last_words: str = "") -> str:
+    """The cause that the failure of one rank speaks of.
+
+    Args:
+        failure: of that rank.
+        last_words: end of its log, where a library aborted it; NCCL's watchdog says why, and then aborts.
+    """
+    if failure.error_type == HANG:
+        return "hang"
+    text = f"{failure.error_type or ''}: {failure.error}\n{last_words}"
     for cause, pattern in _TEXTS:
         if re.search(pattern, text, re.IGNORECASE):
             return cause
@@ -172,7 +192,7 @@ def cause_of(failure: Failure) -> str:
     if failure.exit_code == DAMAGED:
         return "damaged"
     if failure.vanished:
-        return "lost_rank"
+        return "timeout" if _NCCL_TIMEOUT in last_words else "lost_rank"
     if failure.communication or failure.error_type in ("TimeoutError", "Timeout"):
         return "timeout" if _TIMEOUT.search(text) else "network"
     return "training" if failure.exit_code == FAULT else "code"
@@ -201,7 +221,10 @@ def _attempt(folder: RunFolder, attempt: Attempt, log: str) -> tuple[str, str, i
     if failures:
         failure = faults.culprit(failures)
         reason = f"rank {failure.rank} on {failure.host}: {failure.error}"
-        return cause_of(failure), reason, failure.exit_code, failure.host
+        aborted = failure.vanished and "abort" in failure.error.lower()
+        last_words = "\n".join(faults.last_lines(attempt.log(failure.rank), 40)) if aborted else ""
+        host = "" if failure.error_type == HANG and failure.position is None else failure.host
+        return cause_of(failure, last_words), reason, failure.exit_code, host
     if state == "failed":
         error: dict[str, Any] = status.get("error") or {}
         code = int(status.get("exit_code") or UNFORESEEN)

@@ -65,6 +65,7 @@ class Display:
             "checkpoint": self._on_checkpoint,
             "checkpoint_damaged": self._on_checkpoint_damaged,
             "checkpoint_verified": self._on_checkpoint_verified,
+            "straggler": self._on_straggler,
             "stop_requested": self._on_stop_requested,
             "notice_too_short": self._on_notice_too_short,
             "fault": self._on_fault,
@@ -181,6 +182,11 @@ class Display:
             f"a stop takes up to {needs:.0f} s, more than cluster.signal_seconds={has}: a preemption may cut it short"
         )
         self._line(text, "yellow")
+
+    def _on_straggler(self, step: int | None, data: dict[str, Any]) -> None:
+        named = ", ".join(f"{rank} on {host}" for rank, host in zip(data["ranks"], data["hosts"], strict=True))
+        lost = f"{summary.number(data['lost_seconds'], 3)} s, {data['share']:.0%} of a step"
+        self._line(f"step {step}  slow: rank {named}; the others wait {lost}", "yellow")
 
     def _on_stop_requested(self, step: int | None, data: dict[str, Any]) -> None:
         self._line("asked to stop: saves after the present step; Ctrl-C again ends it at once, unsaved", "yellow")

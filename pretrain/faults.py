@@ -3,7 +3,8 @@
 A rank that fails writes one small file, `errors/rank_00001.json`, before it leaves; a rank that vanishes (killed, a
 crash in native code, `os._exit`) writes none. When one rank fails the others soon fail too, because their collectives
 break. So the first error to arrive is often a victim's: `culprit` prefers ranks that vanished, then errors that are
-about anything but communication, and only then the earliest.
+about anything but communication, and only then the earliest. Of ranks that hang together the one to blame is stopped,
+or behind the others, or the one that waits in no collective.
 """
 
 import json
@@ -13,7 +14,7 @@ import socket
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from shardwright.conf.problems import RefusedError
@@ -30,6 +31,8 @@ _COMMUNICATION_TEXT = re.compile(
     re.IGNORECASE,
 )
 _TAIL_LINES = 8
+HANG = "Hang"
+"""`Failure.error_type` of a rank that its guardian ended (`watch`)."""
 
 SPEAK_SECONDS = 2.0
 """After the first failure the other ranks have this long to write down what they saw."""
@@ -61,6 +64,9 @@ class Failure:
     traceback: str | None
     time: float
     """Seconds since the epoch."""
+    position: Sequence[int] | None = None
+    """Of a rank that hangs: 0 if it is stopped, its number of beats, 1 if it waits in a collective. The rank with the
+    least hangs, the others wait for it; None if they are all alike."""
 
     @property
     def vanished(self) -> bool:
@@ -94,7 +100,7 @@ class Failure:
 
     def as_event(self) -> dict[str, object]:
         """Data of a `fault` event."""
-        known = (None, TrainingFault.__name__, RefusedError.__name__, DamagedError.__name__)
+        known = (None, HANG, TrainingFault.__name__, RefusedError.__name__, DamagedError.__name__)
         kind = "" if self.error_type in known else f"{self.error_type}: "
         return {"rank": self.rank, "host": self.host, "error": f"{kind}{self.error}", "exit_code": self.exit_code}
 
@@ -160,17 +166,32 @@ def judge(returncode: int, *, rank: int, errors: Path, seen: float) -> Failure |
 
 
 def culprit(failures: Sequence[Failure]) -> Failure:
-    """The failure that the others follow from: vanished ranks first, then own errors, then broken communication.
+    """The failure that the others follow from: vanished ranks first, then hanging ones, own errors, communication.
 
     A rank that its communication library aborted (SIGABRT, NCCL's watchdog) is a victim like one that raised.
     """
 
     def order(failure: Failure) -> tuple[int, float]:
         if failure.vanished:
-            return (1 if "SIGABRT" in failure.error else 0), failure.time
-        return (2 if failure.communication else 1), failure.time
+            return (2 if "SIGABRT" in failure.error else 0), failure.time
+        if failure.error_type == HANG:
+            return 1, failure.time
+        return (3 if failure.communication else 2), failure.time
 
-    return min(failures, key=order)
+    first = min(failures, key=order)
+    return first if first.error_type != HANG else _behind([each for each in failures if each.error_type == HANG])
+
+
+def _behind(hanging: Sequence[Failure]) -> Failure:
+    """The hanging rank that the others wait for; where they are all alike, one of them that says so."""
+    positions = [tuple(failure.position or ()) for failure in hanging]
+    behind = [failure for failure, position in zip(hanging, positions, strict=True) if position == min(positions)]
+    first, others = behind[0], ", ".join(str(failure.rank) for failure in behind[1:])
+    if not others:
+        return first
+    if len(behind) < len(hanging):
+        return replace(first, error=f"{first.error}; so do ranks {others}, and the rest wait for them")
+    return replace(first, position=None, error=f"{first.error}; ranks {others} stand at the same place, none is behind")
 
 
 def last_lines(log: Path, count: int = _TAIL_LINES) -> list[str]:

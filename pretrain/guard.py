@@ -4,9 +4,9 @@ Two nets, both made by the rank itself at its very start, before torch and befor
 
 * the kernel kills the rank when its launcher dies (`PR_SET_PDEATHSIG`). That covers the rank alone, not its children
   (data-loader workers, the processes that write checkpoints).
-* a guardian, a tiny process in a session of its own, watches the rank and the launcher. When either is gone it sends
-  SIGKILL to the rank's whole process group. It works under every launcher: torchrun's workers live on when their agent
-  is killed (torch 2.11 starts them in sessions of their own).
+* a guardian, a tiny process in a session of its own, watches the rank and the launcher. When either is gone, or the
+  rank hangs (`watch`), it sends SIGKILL to the rank's whole process group. It works under every launcher: torchrun's
+  workers live on when their agent is killed (torch 2.11 starts them in sessions of their own).
 
 The guardian keeps the run folder's lock until it has done its work, so the lock is free only when the last one is gone.
 """
@@ -17,29 +17,37 @@ import os
 import select
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
+
+from shardwright.pretrain.heartbeat import Heartbeat
+from shardwright.pretrain.watch import PERIOD_SECONDS, Watch
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 
 
-def protect(launcher: int, *, keep: int | None = None) -> None:
+def protect(launcher: int, *, keep: int | None = None) -> Heartbeat:
     """Tie this process and its children to the life of `launcher`; call first, with one thread and without children.
 
     Args:
         launcher: process id of the parent: our own launcher, torchrun's agent or Slurm's step daemon.
         keep: file descriptor that the guardian holds on to (the lock).
+
+    Returns:
+        What the guardian watches once it has begun to beat.
     """
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
     die_with_parent(signal.SIGKILL)
     if os.getppid() != launcher:  # it died before the line above
         os._exit(1)
-    rank = os.getpid()
+    rank, heart = os.getpid(), Heartbeat()
     if os.fork() == 0:
         try:
-            _guard(rank, launcher, keep)
+            _guard(rank, launcher, keep, heart)
         finally:
             os._exit(0)
+    return heart
 
 
 def die_with_parent(signum: signal.Signals) -> None:
@@ -67,7 +75,7 @@ def kill_group(leader: int, signum: signal.Signals) -> None:
         os.killpg(leader, signum)
 
 
-def _guard(rank: int, launcher: int, keep: int | None) -> None:
+def _guard(rank: int, launcher: int, keep: int | None, heart: Heartbeat) -> None:
     """The guardian's whole life."""
     os.setsid()
     signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP})
@@ -79,19 +87,27 @@ def _guard(rank: int, launcher: int, keep: int | None) -> None:
         if int(name) > 2 and int(name) != keep:
             with contextlib.suppress(OSError):
                 os.close(int(name))
-    _wait_for_one(rank, launcher)
+    watch = Watch(heart, rank)
+    one_is_gone = _ends_of(rank, launcher)
+    while not one_is_gone(PERIOD_SECONDS) and not watch.look():
+        pass
     kill_group(rank, signal.SIGKILL)
 
 
-def _wait_for_one(*pids: int) -> None:
-    """Return when one of the processes is gone."""
+def _ends_of(*pids: int) -> Callable[[float], bool]:
+    """A function that waits for so many seconds or until one of the processes goes, and says whether one is gone."""
     try:
-        select.select([os.pidfd_open(pid) for pid in pids], [], [])
+        fds = [os.pidfd_open(pid) for pid in pids]
     except ProcessLookupError:
-        return
+        return lambda seconds: True
     except OSError:  # a kernel older than 5.3
-        while all(_alive(pid) for pid in pids):
-            time.sleep(0.5)
+
+        def look(seconds: float) -> bool:
+            time.sleep(seconds)
+            return not all(_alive(pid) for pid in pids)
+
+        return look
+    return lambda seconds: bool(select.select(fds, [], [], seconds)[0])
 
 
 def _alive(pid: int) -> bool:

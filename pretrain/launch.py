@@ -188,7 +188,8 @@ def _supervise(members: _Ranks, signals: _Signals, watch: Callable[[], None], on
             break
         time.sleep(_POLL_SECONDS)
     if members.failures:
-        failure = faults.culprit(list(members.failures.values()))
+        written = {failure.rank: failure for failure in faults.collect(members.attempt.errors, wait_seconds=0)}
+        failure = faults.culprit(list({**members.failures, **written}.values()))
         return Outcome(exit_code=failure.exit_code, failure=failure)
     codes = [process.returncode for process in members.processes]
     if None in codes:  # killed by the second interrupt

@@ -17,11 +17,13 @@ import torch.distributed as dist
 from shardwright.conf.choices import NonFinite
 from shardwright.data.loader import Batch
 from shardwright.parallel.mcore.engine import Engine, StepResult
+from shardwright.pretrain import heartbeat
 from shardwright.pretrain.checkpoint import Checkpoints
 from shardwright.pretrain.faults import TrainingFault
 from shardwright.pretrain.plan import Plan, peak_flops
 from shardwright.pretrain.rank import RankContext
 from shardwright.pretrain.schedule import Update, next_update
+from shardwright.pretrain.stragglers import Stragglers
 from shardwright.pretrain.trainer_state import TrainerState
 
 
@@ -36,6 +38,7 @@ class Loop:
     evaluation_batches: Callable[[], Iterator[list[Batch]]] | None
     """The first `eval_iters` global batches of the validation split, anew at every call; None never evaluates."""
     checkpoints: Checkpoints
+    stragglers: Stragglers
 
     def train(self, state: TrainerState) -> tuple[str, TrainerState]:
         """Train from `state` to the last step, or to a stop request.
@@ -54,12 +57,15 @@ class Loop:
             last, validation_loss = state.step == schedule.train_iters or stopped, None
             if self.evaluation_batches and self._due(schedule.eval_interval, state.step, last and not stopped):
                 began = time.monotonic()
+                self.context.heart.beat(heartbeat.EVALUATION)
                 validation_loss = self._evaluate(state, self.evaluation_batches())
                 self.context.deadline.took("evaluation", time.monotonic() - began)
             if self._due(config.checkpoint.save_interval, state.step, last):
+                self.context.heart.beat(heartbeat.SAVING)
                 self.checkpoints.save(state, validation_loss)
                 saved_step = state.step
             self._warn_of_a_short_notice(state.step)
+        self.context.heart.beat(heartbeat.SAVING)
         self.checkpoints.finish()
         assert saved_step == state.step, "the last step was not saved"
         return ("stopped" if state.step < schedule.train_iters else "done"), state
@@ -72,7 +78,10 @@ class Loop:
         """
         config = self.context.config
         started, update = time.monotonic(), next_update(state.step, state.position.consumed_samples, config)
+        self.context.heart.beat(heartbeat.DATA, update.number)
+        self.stragglers.works()
         result = self.engine.train_step(next(self.training_batches), update.learning_rate, update.weight_decay)
+        self.stragglers.works()
         finite = self._judge(result, update.number)
         state = state.after_step(
             update.batch_size, result.num_tokens, updated=result.updated, finite=finite, loss=result.loss
@@ -82,7 +91,12 @@ class Loop:
         self._report(state, result, update, seconds)
         if config.execution.gc_interval and state.step % config.execution.gc_interval == 0:
             gc.collect()
-        return state, self._agree()
+        self.stragglers.waits()
+        stop = self._agree()
+        slow = self.stragglers.end_step(time.monotonic() - started)
+        if slow is not None:
+            self.context.events.write("straggler", state.step, **slow)
+        return state, stop
 
     @staticmethod
     def _due(interval: int, step: int, last: bool) -> bool:
@@ -113,10 +127,12 @@ class Loop:
 
         Collective: all-reduce(MAX) over the world's gloo group, a few microseconds per step on one node.
         """
+        self.context.heart.beat(heartbeat.AGREEMENT)
         asked = self.context.stop_requested() or self.context.deadline.near()
         own = torch.tensor([int(asked), self.checkpoints.standing()])
         dist.all_reduce(own, op=dist.ReduceOp.MAX, group=self.engine.control_group)
         stop, worst = own.tolist()
+        self.context.heart.beat(heartbeat.SAVING)
         self.checkpoints.settle(worst)
         return bool(stop)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwright.conf.problems import Problem, RefusedError
-from shardwright.pretrain import machine, preflight_groups, preflight_local, ranks
+from shardwright.pretrain import machine, preflight_groups, preflight_local, ranks, terminal
 from shardwright.pretrain.folder import write_atomic
 from shardwright.pretrain.preflight_examine import Examination, first_line
 from shardwright.pretrain.preflight_lead import Lead, add
@@ -163,15 +163,13 @@ def _take_part(
 
 def _conclude(report: Report, options: Options) -> int:
     """Write and print; the exit code."""
-    from rich.console import Console
-
     text = json.dumps(report.as_json(), indent=1)
     if options.report is not None:
         _write(options.report, text + "\n")
     if options.as_json:
         print(text)
     else:
-        show(report, Console(width=None if sys.stdout.isatty() else 120, highlight=False))
+        show(report, terminal.console(120))
     if options.write_baseline is not None:
         if report.fit:
             _write(options.write_baseline, Baseline.of(list(report.nodes.values()), report.group).text())

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardwright.pretrain import machine, requirements
+from shardwright.pretrain import machine, requirements, terminal
 from shardwright.pretrain.requirements import REQUIREMENTS
 
 NOT_FIT = 5
@@ -54,7 +54,7 @@ def run(*, as_json: bool) -> int:
     if as_json:
         print(json.dumps([asdict(row) for row in found], indent=1))
     else:
-        _show(found, Console(width=None if sys.stdout.isatty() else 120, highlight=False))
+        _show(found, terminal.console(120))
     return NOT_FIT if any(row.state == "unfit" for row in found) else 0
 
 

@@ -58,7 +58,9 @@ RANGES = (
             "schedule": "lr_warmup_iters lr_warmup_samples end_weight_decay eval_interval eval_iters",
             "checkpoint": "save_interval load_step keep_every keep_best",
             "execution": "cpu_offloading_num_layers gc_interval",
-            "resilience": "max_requeues exit_before",
+            "resilience": "start_timeout_seconds data_timeout_seconds load_timeout_seconds first_step_timeout_seconds "
+            "step_timeout_seconds evaluation_timeout_seconds save_timeout_seconds max_requeues exit_before",
+            "telemetry": "straggler_interval",
             "cluster": "signal_seconds in_job_restarts spare_nodes failures_per_gpu_day restart_seconds",
         },
     ),
@@ -78,6 +80,7 @@ RANGES = (
             "beta_fast beta_slow mscale",
             "optimizer": "lr adam_eps muon_extra_scale_factor",
             "cluster": "save_stall_seconds",
+            "telemetry": "straggler_share",
         },
     ),
     Range(

@@ -18,10 +18,11 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from shardwright.conf.schema import Config
-from shardwright.pretrain import faults, guard, process, ranks
+from shardwright.pretrain import faults, guard, heartbeat, process, ranks, watch
 from shardwright.pretrain.deadline import Deadline
 from shardwright.pretrain.events import EventLog
 from shardwright.pretrain.folder import Attempt, Fence, RunFolder
+from shardwright.pretrain.heartbeat import Heartbeat
 from shardwright.pretrain.launch import STOP_SIGNALS
 from shardwright.pretrain.metrics import MetricsLog
 from shardwright.pretrain.ranks import RankEnvironment
@@ -53,9 +54,12 @@ class RankContext:
     """When the run has to leave by itself; the same holds."""
     fence: Fence
     """Rank 0 asks it before it writes."""
+    heart: Heartbeat
+    """Tells the guardian what this rank does."""
 
     def phase(self, name: str) -> None:
-        """Tell what is being done before the first step; rank 0 speaks for all."""
+        """Tell what is being done before the first step: each rank its guardian, and rank 0 for all whoever looks."""
+        self.heart.beat(name)
         if self.environment.rank == 0:
             self.events.write("phase", phase=name)
 
@@ -92,13 +96,14 @@ def main(engine: Callable[[RankContext], int] | None = None) -> NoReturn:
     """
     lock_fd = int(os.environ[ranks.LOCK_FD])
     os.set_inheritable(lock_fd, False)
-    guard.protect(int(os.environ[ranks.LAUNCHER_PID]), keep=lock_fd)
-    leave(work(ranks.own(os.environ), Attempt.at(Path(sys.argv[1])), engine=engine))
+    heart = guard.protect(int(os.environ[ranks.LAUNCHER_PID]), keep=lock_fd)
+    leave(work(ranks.own(os.environ), Attempt.at(Path(sys.argv[1])), heart, engine=engine))
 
 
 def work(
     environment: RankEnvironment,
     attempt: Attempt,
+    heart: Heartbeat,
     *,
     engine: Callable[[RankContext], int] | None = None,
     display: "Display | None" = None,
@@ -108,6 +113,7 @@ def work(
     Args:
         environment: who this rank is.
         attempt: the attempt that all ranks share.
+        heart: this rank's, whose guardian begins to watch now.
         engine: what trains; None for `run.run_rank`.
         display: shown the rows of this rank, where no launcher of ours follows the files.
 
@@ -117,11 +123,21 @@ def work(
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     faulthandler.enable()
+    faulthandler.register(watch.STACKS, chain=False)
     stop = StopLatch()
     stop.install()
     try:
-        context = _context(environment, attempt, stop, display)
-        process.prepare(context.config, context.device, environment.local_rank)
+        context = _context(environment, attempt, heart, stop, display)
+        traces = process.Traces.of(attempt) if context.device == "cuda" else None
+        heart.begin(
+            heartbeat.limits(context.config.resilience),
+            attempt=str(attempt.path),
+            rank=environment.rank,
+            host=environment.host,
+            launcher=environment.launcher,
+            trace_pipe=traces.pipe(environment.rank) if traces else None,
+        )
+        process.prepare(context.config, context.device, environment.local_rank, traces)
         return (engine or _torch_engine())(context)
     except BaseException as error:
         traceback.print_exc()
@@ -143,7 +159,9 @@ def _torch_engine() -> Callable[[RankContext], int]:
     return run_rank
 
 
-def _context(environment: RankEnvironment, attempt: Attempt, stop: StopLatch, display: "Display | None") -> RankContext:
+def _context(
+    environment: RankEnvironment, attempt: Attempt, heart: Heartbeat, stop: StopLatch, display: "Display | None"
+) -> RankContext:
     from shardwright.conf import compose  # imports YAML: after the guard
 
     folder = RunFolder(attempt.path.parent.parent)
@@ -164,6 +182,7 @@ def _context(environment: RankEnvironment, attempt: Attempt, stop: StopLatch, di
         stop_requested=stop,
         deadline=Deadline.of(os.environ, config.resilience.exit_before),
         fence=Fence(folder, attempt),
+        heart=heart,
     )
 
 

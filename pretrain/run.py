@@ -25,6 +25,7 @@ from shardwright.parallel.layout import Layout
 from shardwright.parallel.mcore import environment as mcore_environment
 from shardwright.pretrain import checkpoint_integrity, checkpoint_store
 from shardwright.pretrain.faults import STOPPED, DamagedError
+from shardwright.pretrain.heartbeat import FORWARD_AND_BACKWARD, collective_timeout_seconds
 from shardwright.pretrain.plan import make_plan
 from shardwright.pretrain.rank import RankContext
 from shardwright.pretrain.trainer_state import TrainerState
@@ -47,6 +48,7 @@ def run_rank(context: RankContext) -> int:
     # Everybody is done before anybody leaves. The groups are not destroyed: the process ends by os._exit, and NCCL
     # takes nine seconds over a few groups.
     dist.barrier(group=loop.engine.control_group)
+    context.heart.rest()
     code = STOPPED if outcome == "stopped" else 0
     if rank == 0:
         seconds = round(time.monotonic() - started, 3)
@@ -70,8 +72,9 @@ def assemble(context: RankContext) -> tuple["Loop", TrainerState]:
     from shardwright.parallel.mcore.datasets import gpt_epoch
     from shardwright.parallel.mcore.engine import Engine
     from shardwright.pretrain.checkpoint import Checkpoints
-    from shardwright.pretrain.describe import describe, rank_map
+    from shardwright.pretrain.describe import HOST, describe, rank_map
     from shardwright.pretrain.loop import Loop
+    from shardwright.pretrain.stragglers import Stragglers
 
     store = meet(context)
     load = _sound_checkpoint(context, store) if context.load else None
@@ -111,6 +114,14 @@ def assemble(context: RankContext) -> tuple["Loop", TrainerState]:
     if env.rank == 0:
         _forget_later_steps(context, state.step, load)
         context.events.write("start", state.step, **describe(context, plan, engine, source, ranks, state))
+    stragglers = Stragglers([row[HOST] for row in ranks], config.telemetry, engine.control_group)
+
+    def on_part(part: str) -> None:
+        context.heart.beat(part)
+        if part == FORWARD_AND_BACKWARD:  # the first collective comes
+            stragglers.waits()
+
+    engine.on_part = on_part
     loop = Loop(
         context=context,
         plan=plan,
@@ -124,6 +135,7 @@ def assemble(context: RankContext) -> tuple["Loop", TrainerState]:
         ),
         evaluation_batches=evaluation,
         checkpoints=Checkpoints(engine, context.folder.checkpoints, context.attempt, context.events, context.fence),
+        stragglers=stragglers,
     )
     return loop, state
 
@@ -157,7 +169,7 @@ def _sound_checkpoint(context: RankContext, store: Store) -> Path:
 
 def meet(context: RankContext) -> Store:
     """Where the ranks meet; each attempt has its own keys, since torchrun's agent keeps one store over restarts."""
-    env, timeout_seconds = context.environment, context.config.resilience.distributed_timeout_seconds
+    env, timeout_seconds = context.environment, collective_timeout_seconds(context.config.resilience)
     store = TCPStore(
         env.master_addr,
         env.master_port,
@@ -175,7 +187,7 @@ def connect(context: RankContext, layout: Layout, device: torch.device, store: S
     from shardwright.parallel.mcore import groups
 
     context.phase("connecting ranks")
-    rank, timeout_seconds = context.environment.rank, context.config.resilience.distributed_timeout_seconds
+    rank, timeout_seconds = context.environment.rank, collective_timeout_seconds(context.config.resilience)
     connected = groups.start(layout, device, rank, timeout_seconds, store)
     recorded = context.config.execution.cuda_graph_impl is not CudaGraph.none
     groups.seed_everything(context.config.run.seed, layout, rank, recorded=recorded)

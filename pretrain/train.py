@@ -16,17 +16,18 @@ from shardwright.conf import compose
 from shardwright.conf.keys import ResumePolicy
 from shardwright.conf.problems import Problem, RefusedError
 from shardwright.pretrain import faults, guard, plan, plan_table, rank, ranks, summary, terminal
+from shardwright.pretrain.conclusion import STATES, conclude
 from shardwright.pretrain.display import Display
 from shardwright.pretrain.events import EventLog, Story
 from shardwright.pretrain.folder import Attempt, Lock, RunFolder
-from shardwright.pretrain.launch import Outcome, defaults, launch
+from shardwright.pretrain.heartbeat import Heartbeat
+from shardwright.pretrain.launch import defaults, launch
 from shardwright.pretrain.ranks import RankEnvironment
 from shardwright.pretrain.start import Start, begin, resolve
 
 _ATTEMPT_WAIT_SECONDS = 120
 """How long a rank waits for rank 0 to begin the attempt; it covers the wait for the lock and a slow shared disk."""
 _STATUS_WAIT_SECONDS = 10
-_STATES = {0: "done", faults.STOPPED: "stopped"}
 
 
 def train(overrides: Sequence[str], *, dry_run: bool = False) -> int:
@@ -43,18 +44,19 @@ def train(overrides: Sequence[str], *, dry_run: bool = False) -> int:
         RefusedError: before the first rank, and before anything is written.
     """
     environment = ranks.detect(os.environ)
+    heart = None
     if environment is not None and not dry_run:
-        guard.protect(os.getppid())
+        heart = guard.protect(os.getppid())
     start = resolve(overrides, environment)
     if start.finished or dry_run:
         if environment is None or environment.rank == 0:
             _explain(start, environment)
         return 0
-    if environment is None:
+    if environment is None or heart is None:
         return _launch_here(start, overrides)
     if environment.rank == 0:
-        _lead(start, environment, overrides)
-    _follow(start.folder, environment)
+        _lead(start, environment, overrides, heart)
+    _follow(start.folder, environment, heart)
 
 
 def _launch_here(start: Start, overrides: Sequence[str]) -> int:
@@ -96,12 +98,13 @@ def _run_ranks(start: Start, attempt: Attempt, lock: Lock, display: Display) -> 
         watch=watch,
         on_stop=lambda: log.write("stop_requested", display.step),
     )
-    _conclude(folder, attempt, outcome, log, display.step, time.monotonic() - began)
+    seconds = time.monotonic() - began
+    conclude(folder, attempt, outcome.exit_code, outcome.failure, log, display.step, seconds)
     watch()
     return outcome.exit_code
 
 
-def _lead(start: Start, environment: RankEnvironment, overrides: Sequence[str]) -> NoReturn:
+def _lead(start: Start, environment: RankEnvironment, overrides: Sequence[str], heart: Heartbeat) -> NoReturn:
     """Be rank 0 under torchrun or srun: begin the attempt, train, and write down how it ended."""
     start.folder.create()
     with start.folder.lock() as lock:
@@ -115,16 +118,16 @@ def _lead(start: Start, environment: RankEnvironment, overrides: Sequence[str]) 
         }
         attempt, began = begin(start, overrides, details), time.monotonic()
         display = _display(start, _log_into(attempt, environment.rank))
-        exit_code = rank.work(environment, attempt, display=display)
-        failures = faults.collect(attempt.errors) if exit_code not in _STATES else []
+        exit_code = rank.work(environment, attempt, heart, display=display)
+        failures = faults.collect(attempt.errors) if exit_code not in STATES else []
         failure = faults.culprit(failures) if failures else None
-        outcome = Outcome(exit_code=failure.exit_code if failure else exit_code, failure=failure)
+        exit_code = failure.exit_code if failure else exit_code
         log = EventLog(start.folder.events, attempt=attempt.number, rank=0, listener=display.event)
-        _conclude(start.folder, attempt, outcome, log, display.step, time.monotonic() - began)
-        rank.leave(_told(outcome.exit_code))
+        conclude(start.folder, attempt, exit_code, failure, log, display.step, time.monotonic() - began)
+        rank.leave(_told(exit_code))
 
 
-def _follow(folder: RunFolder, environment: RankEnvironment) -> NoReturn:
+def _follow(folder: RunFolder, environment: RankEnvironment, heart: Heartbeat) -> NoReturn:
     """Be another rank under torchrun or srun: wait for rank 0's attempt and train."""
     deadline = time.monotonic() + _ATTEMPT_WAIT_SECONDS
     while (attempt := folder.running_attempt(environment.launch_id)) is None:
@@ -135,13 +138,13 @@ def _follow(folder: RunFolder, environment: RankEnvironment) -> NoReturn:
         time.sleep(0.2)
     former = _log_into(attempt, environment.rank)
     environment = dataclasses.replace(environment, master_port=attempt.launch["master_port"])
-    exit_code = rank.work(environment, attempt)
+    exit_code = rank.work(environment, attempt, heart)
     failure = faults.read(attempt.errors, environment.rank)
     if failure is not None:
         print(f"rank {failure.rank} on {failure.host} failed: {failure.error}", file=former, flush=True)
         if not failure.communication and folder.is_held_by(attempt):  # rank 0 may be killed before it can say so
             folder.write_status("failed", attempt, exit_code=exit_code, step=None, error=failure.as_event())
-    if exit_code in _STATES:
+    if exit_code in STATES:
         _wait_for_rank_0(folder, attempt)
     rank.leave(_told(exit_code))
 
@@ -159,26 +162,6 @@ def _wait_for_rank_0(folder: RunFolder, attempt: Attempt) -> None:
         if status.get("attempt_id") == attempt.id and status.get("state") != "running":
             return
         time.sleep(0.1)
-
-
-def _conclude(
-    folder: RunFolder, attempt: Attempt, outcome: Outcome, log: EventLog, step: int | None, seconds: float
-) -> None:
-    """Write the fault and the status; the `end` event of a run that ended well was written by rank 0.
-
-    An attempt that has lost the folder to another one writes nothing.
-    """
-    if not folder.is_held_by(attempt):
-        return
-    state, failure = _STATES.get(outcome.exit_code, "failed"), outcome.failure
-    if failure is not None:
-        path = attempt.log(failure.rank)
-        tail = "\n".join(faults.last_lines(path)) if failure.vanished else None
-        log.write("fault", step, **failure.as_event(), log=str(path), tail=tail)
-    if state == "failed":
-        log.write("end", step, state=state, seconds=seconds, exit_code=outcome.exit_code)
-    error = None if failure is None else failure.as_event()
-    folder.write_status(state, attempt, exit_code=outcome.exit_code, step=step, error=error)
 
 
 def _log_into(attempt: Attempt, rank_number: int) -> TextIO:

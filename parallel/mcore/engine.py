@@ -8,7 +8,7 @@ backward pass.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -85,6 +85,8 @@ class Engine:
     ) -> None:
         self.config, self.layout, self.device = config, layout, device
         self.groups, self.control_group = groups.model, groups.control
+        self.on_part: Callable[[str], None] = lambda part: None
+        """Told where a step stands: before its first collective, and before its update."""
         self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         self.is_last_stage = layout.coordinates(rank).pp == layout.pp - 1
         configs = megatron_configs(config, layout, device)
@@ -135,11 +137,13 @@ class Engine:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         loss_scale = self.optimizer.get_loss_scale() if self.transformer_config.fp16 else None
+        self.on_part(FORWARD_AND_BACKWARD)
         with record_function(FORWARD_AND_BACKWARD):
             self._count_tokens(microbatches)
             own = self._run(microbatches, forward_only=False)
             reduced = self._reduce(own.clone())
         grad_norm: float | None
+        self.on_part(UPDATE)
         with record_function(UPDATE):
             try:
                 updated, grad_norm, _ = self.optimizer.step()

@@ -99,6 +99,7 @@ def evaluate_nothing(rank: int, world: int, store: str) -> str:
         training_batches=iter([]),
         evaluation_batches=None,
         checkpoints=unused,
+        stragglers=unused,
     )
     with pytest.raises(TrainingFault) as caught:
         loop._evaluate(TrainerState(step=3), batches)

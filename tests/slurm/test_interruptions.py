@@ -1,5 +1,6 @@
 """What Slurm itself does to a job: a node dies, the time limit comes, a job is launched twice."""
 
+import contextlib
 import json
 import os
 import signal
@@ -7,6 +8,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
+from shardwright.pretrain.events import read_rows
 
 from .conftest import Slurm
 from .test_submit import ONE_RANK, SMALL, TWO_NODES, losses, rows, starts, status, verdicts
@@ -45,6 +48,37 @@ def test_the_time_limit_is_met_by_saving_and_going_on_in_the_next_job(run: Path,
     first, second = starts(run)
     assert first == 0 < second
     assert verdicts(run)[0] == ("stopped", True)
+
+
+def rank_of(job: str, rank: int) -> int:
+    """Process of a rank: leader of a group of its own, which its children and its guardian are not."""
+    marks = {f"SLURM_JOB_ID={job}".encode(), f"SLURM_PROCID={rank}".encode(), b"SLURM_STEP_ID=0"}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            pid, environ = int(entry.name), set((entry / "environ").read_bytes().split(b"\0"))
+            if marks <= environ and os.getpgid(pid) == pid and (entry / "comm").read_text() != "rank-guardian\n":
+                return pid
+    raise AssertionError(f"no process of rank {rank} in job {job}")
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_named_with_its_node_and_stacks_and_the_job_goes_on(run: Path, slurm: Slurm) -> None:
+    limits = ("resilience.step_timeout_seconds=15", "checkpoint.save_interval=5")
+    job = slurm.submit(*SMALL, *TWO_NODES, f"run.dir={run}", *LONG[:1], *limits)
+    slurm.wait_for(lambda: (run / "checkpoints" / "step_00000005" / "COMMITTED").exists(), run)
+    stopped = rank_of(job, 1)
+    os.kill(stopped, signal.SIGSTOP)
+    slurm.wait_for(lambda: status(run)["state"] == "failed", run)
+    slurm.wait_for(lambda: len(starts(run)) == 2, run)
+    slurm.shardwright("submit", "cancel", "--now", str(run))
+    slurm.wait(job, run)
+    assert starts(run)[1] >= 5 and not Path(f"/proc/{stopped}").exists()
+    verdict = next(row["data"] for row in read_rows(run / "events.jsonl") if row["kind"] == "verdict")
+    assert (verdict["cause"], verdict["requeue"], verdict["nodes"], verdict["exit_code"]) == ("hang", True, ["n2"], 3)
+    assert verdict["reason"].startswith("rank 1 on n2: hangs: no sign for 1") and "it is stopped" in verdict["reason"]
+    for rank in (0, 1):
+        log = (run / "attempts" / "001" / "logs" / f"rank_{rank:05d}.log").read_text()
+        assert "the watch: no sign for" in log and "most recent call first" in log
 
 
 @pytest.mark.slow

@@ -10,9 +10,10 @@ import sys
 import time
 from pathlib import Path
 
-from shardwright.pretrain import launch, rank
+from shardwright.pretrain import faults, launch, rank
 from shardwright.pretrain.faults import TrainingFault
 from shardwright.pretrain.folder import RunFolder
+from shardwright.pretrain.heartbeat import STARTING
 
 _BEHAVIOURS = "RANKS_WITHOUT_TORCH"
 _IGNORES_SIGTERM = """
@@ -33,6 +34,24 @@ def engine(context: rank.RankContext) -> int:
         assert child.stdout is not None and child.stdout.readline()
         (context.attempt.path / "pid_grandchild").write_text(str(child.pid))
     context.events.write("ready")
+    if behaviour in ("stops", "stands", "is behind"):
+        context.heart.rest()
+        while len(list(context.attempt.path.glob("pid_*"))) < context.environment.world_size:
+            time.sleep(0.01)
+        context.heart.beat(STARTING)  # they fall silent together
+        if behaviour != "is behind":
+            context.phase("connecting ranks")
+        if behaviour == "stops":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(3600)
+    if behaviour == "dozes":  # over its limit, and goes on before it is ended
+        described = faults.error_file(context.attempt.errors, number)
+        while not described.exists():
+            time.sleep(0.01)
+        context.heart.rest()
+        while described.exists():
+            time.sleep(0.01)
+        return 0
     if behaviour == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if behaviour == "dies":

@@ -43,6 +43,7 @@ TORCH_FREE = (
     "pretrain/display.py",
     "pretrain/folder.py",
     "pretrain/guard.py",
+    "pretrain/heartbeat.py",
     "pretrain/launch.py",
     "pretrain/lint.py",
     "pretrain/machine.py",
@@ -53,6 +54,7 @@ TORCH_FREE = (
     "pretrain/preflight_versions.py",
     "pretrain/ranks.py",
     "pretrain/train.py",
+    "pretrain/watch.py",
 )
 
 

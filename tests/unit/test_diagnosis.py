@@ -7,7 +7,7 @@ import pytest
 
 from shardwright.conf import compose
 from shardwright.conf.problems import Problem, RefusedError
-from shardwright.pretrain import checkpoint_store, cli, diagnosis, explain
+from shardwright.pretrain import checkpoint_store, cli, diagnosis, explain, faults
 from shardwright.pretrain.events import EventLog, JsonLines, now, read_rows
 from shardwright.pretrain.faults import Failure
 from shardwright.pretrain.folder import Attempt, RunFolder
@@ -156,6 +156,37 @@ def test_a_node_is_to_blame_for_its_hardware_at_once_and_for_a_lost_rank_when_it
         job.decide(15)
         blamed.append(job.verdict().nodes)
     assert blamed == [(), (), ("n3",), (), ("n2",)]
+
+
+def test_a_hang_blames_the_node_of_the_rank_that_the_others_wait_for_and_none_where_all_are_alike(job: Job) -> None:
+    blamed: list[tuple[str, tuple[str, ...]]] = []
+    for positions in ([(1, 17, 1), (1, 17, 0)], [(1, 17, 1), (1, 16, 1)], [(1, 17, 0), (0, 17, 0)], [(1, 17, 1)] * 2):
+        attempt = job.begin()
+        job.train(attempt, 1, 1 + len(blamed))
+        job.save(1 + len(blamed))
+        for rank, position in enumerate(positions):
+            hung = replace(FAILURE, rank=rank, host=f"n{rank}", error_type=faults.HANG, exit_code=3, position=position)
+            hung.write(attempt.errors)
+        assert job.decide(15) == explain.QUEUE_AGAIN
+        blamed.append((job.verdict().cause, job.verdict().nodes))
+    assert blamed == [("hang", ("n1",))] * 3 + [("hang", ())]
+    assert "ranks 1 stand at the same place" in job.verdict().reason
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        ("[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=808, OpType=ALLREDUCE)", "timeout"),
+        ("NCCL watchdog thread terminated with exception: CUDA error: uncorrectable ECC error encountered", "hardware"),
+        ("nothing of interest", "lost_rank"),
+    ],
+)
+def test_of_a_rank_that_a_library_aborted_the_end_of_its_log_says_why(job: Job, words: str, cause: str) -> None:
+    attempt = job.begin()
+    attempt.log(1).write_text(f"{words}\nterminate called after throwing an instance of 'c10::DistBackendError'\n")
+    job.printed("srun: error: n2: task 1: Aborted (core dumped)", "srun: error: n1: task 0: Terminated")
+    assert job.decide(15) == explain.QUEUE_AGAIN
+    assert job.verdict().cause == cause
 
 
 def test_a_verdict_of_an_earlier_version_names_no_nodes(job: Job) -> None:

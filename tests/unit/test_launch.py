@@ -92,6 +92,45 @@ def test_a_training_fault_is_told_in_its_own_words_and_ends_other_ranks_and_thei
     assert failure and failure.traceback and "TrainingFault" in failure.traceback
 
 
+@pytest.fixture
+def start_impatient(tmp_path: Path) -> Callable[..., Launched]:
+    """The same with a limit of one second for each phase."""
+    path = tmp_path / "impatient.yaml"
+    limits = [f"resilience.{phase}_timeout_seconds=1" for phase in ("start", "data", "load")]
+    path.write_text(compose.dump(compose.compose(limits)))
+    return lambda *behaviours: Launched(tmp_path / "run", path, *behaviours)
+
+
+@pytest.mark.parametrize(
+    ("behaviours", "said"),
+    [
+        (("stands", "stops"), "(it is stopped, as by SIGSTOP)"),
+        (("stands", "is behind"), "in starting, at ranks_without_torch.py:"),
+    ],
+)
+def test_of_ranks_that_hang_the_one_that_the_others_wait_for_is_named_and_all_are_ended_with_stacks_in_their_logs(
+    start_impatient: Callable[..., Launched], behaviours: tuple[str, str], said: str
+) -> None:
+    launched = start_impatient(*behaviours)
+    code, out = launched.ended()
+    assert (code, launched.pids()) == (3, launched.pids()) and not any(map(alive, launched.pids()))
+    assert out.startswith(f"1 {socket.gethostname()} hangs: no sign for ") and said in out
+    for rank in (0, 1):
+        log = (launched.attempt_path / "logs" / f"rank_{rank:05d}.log").read_text()
+        assert "most recent call first" in log and "ranks_without_torch.py" in log
+
+
+def test_ranks_that_hang_at_the_same_place_are_told_so(start_impatient: Callable[..., Launched]) -> None:
+    code, out = start_impatient("stands", "stands").ended()
+    assert code == 3 and "ranks 1 stand at the same place, none is behind" in out
+
+
+def test_a_rank_that_goes_on_after_its_limit_is_not_ended(start_impatient: Callable[..., Launched]) -> None:
+    launched = start_impatient("dozes")
+    assert launched.ended() == (0, "")
+    assert "the watch: it goes on" in (launched.attempt_path / "logs" / "rank_00000.log").read_text()
+
+
 def test_killing_the_launcher_ends_every_rank_and_grandchild_and_frees_the_folder(
     start: Callable[..., Launched],
 ) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardwright.conf.choices import Launcher
+from shardwright.conf.problems import RefusedError
 from shardwright.pretrain import node, ranks
 
 SECOND_OF_TWO = {
@@ -94,7 +95,7 @@ def test_ranks_of_several_agents_agree_on_one_launch_though_agents_count_restart
 def test_several_agents_that_start_ranks_again_over_one_store_are_refused() -> None:
     started = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n1"}
     elastic = {"MASTER_PORT": "29400", "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    with pytest.raises(ranks.RefusedError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+    with pytest.raises(RefusedError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
         ranks.detect({**started, **elastic})
     assert ranks.detect({**started, **elastic, "TORCHELASTIC_MAX_RESTARTS": "0"}) is not None
 

@@ -32,6 +32,13 @@ def happen(kind: str, engine: Any) -> None:
             os._exit(7)
         case "is_killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        case "sleeps":
+            time.sleep(3600)
+        case "is_slow":
+            time.sleep(0.5)
+        case "gets_no_data":
+            loader: Any = importlib.import_module("torch.utils.data")
+            loader.dataloader._BaseDataLoaderIter.__next__ = lambda self: time.sleep(3600)
         case "raises":
             raise ValueError("the planted error")
         case "has_bad_memory":
@@ -67,7 +74,8 @@ def plant(module: ModuleType, step: int, kind: str) -> None:
 
     @functools.wraps(whole)
     def train_step(self: Any, *args: Any) -> Any:
-        if next(calls) == step:
+        call = next(calls)
+        if call == step or (call > step and kind == "is_slow"):
             happen(kind, self)
         return whole(self, *args)
 
