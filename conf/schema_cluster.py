@@ -61,6 +61,8 @@ class Cluster:
     """Queue the job again after a preemption, the time limit, or a fault that may pass."""
     chain: int = key(resume="free")
     """Jobs that are submitted at once, each to begin when the one before has ended, where a site forbids requeues."""
+    preflight: bool = key(resume="free")
+    """Let every job first examine its nodes, for about a minute; one that is not fit is handled as a failure."""
     exclude_failed: bool = key(resume="free")
     """Leave a node whose hardware failed, or on which a rank hung, out of the tries that follow."""
     signal_seconds: int = key(resume="free")

@@ -120,10 +120,10 @@ def submit(options: argparse.Namespace) -> int:
 
 def explain(options: argparse.Namespace) -> int:
     """Tell the story of a run from its folder."""
-    from shardwright.pretrain import explain
+    from shardwright.pretrain import decision, explain
 
     if options.verdict is not None:
-        return explain.decide(Path(options.run), options.verdict, told=options.told, after=options.after)
+        return decision.decide(Path(options.run), options.verdict, told=options.told, after=options.after)
     return explain.run(Path(options.run), as_json=options.json)
 
 

@@ -9,14 +9,16 @@ new checkpoint is the end, and so is a failure at the step where the attempt bef
 progress is queued again for as long as it takes.
 """
 
+import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from shardwright.pretrain import checkpoint_store, faults
 from shardwright.pretrain.events import Row, read_rows
-from shardwright.pretrain.faults import DAMAGED, FAULT, HANG, REFUSED, STOPPED, UNFORESEEN, Failure
+from shardwright.pretrain.faults import DAMAGED, FAULT, HANG, NOT_FIT, REFUSED, STOPPED, UNFORESEEN, Failure
 from shardwright.pretrain.folder import Attempt, RunFolder
 
 CAUSES: dict[str, tuple[bool, str]] = {
@@ -24,6 +26,7 @@ CAUSES: dict[str, tuple[bool, str]] = {
     "occupied": (False, "another process trains in the run's folder"),
     "cancelled": (False, "somebody cancelled it"),
     "stopped": (True, "it was told to stop, and saved"),
+    "preflight": (True, "a node, or the ways between them, is not fit to train"),
     "interrupted": (True, "it vanished without a word: a lost node, a kill, or Slurm queued it again"),
     "lost_rank": (True, "a rank vanished"),
     "hardware": (True, "a GPU or its memory failed"),
@@ -136,10 +139,43 @@ def judge(folder: RunFolder, launch: str, *, code: int, told: bool, log: str, ma
         host=host,
         nodes=_nodes_to_blame(cause, host, before),
     )
+    return _bounded(verdict, before, max_requeues)
+
+
+def judge_preflight(folder: RunFolder, launch: str, report: Path, *, max_requeues: int) -> Verdict | None:
+    """Judge the launch whose nodes were examined; None where all are fit.
+
+    Args:
+        folder: the run.
+        launch: job and restart.
+        report: what `preflight` wrote.
+        max_requeues: `resilience.max_requeues`.
+    """
+    try:
+        told = json.loads(report.read_text())
+    except (OSError, ValueError):
+        told = {"fit": False, "bad_nodes": [], "group": {"detail": f"preflight left no report {report.name}"}}
+    if told["fit"]:
+        return None
+    said = [f"{bad['node']}: {'; '.join(bad['reasons'])}" for bad in told["bad_nodes"]]
+    saved = max((found.step for found in checkpoint_store.committed(folder.checkpoints)), default=0)
+    verdict = Verdict(
+        launch=launch,
+        cause="preflight",
+        reason=", ".join(said) or str((told["group"] or {}).get("detail", CAUSES["preflight"][1])),
+        step=None,
+        saved=saved,
+        requeue=True,
+        exit_code=NOT_FIT,
+        nodes=tuple(bad["node"] for bad in told["bad_nodes"]),
+    )
+    return _bounded(verdict, verdicts(read_rows(folder.events)), max_requeues)
+
+
+def _bounded(verdict: Verdict, before: Sequence[Verdict], max_requeues: int) -> Verdict:
+    """The verdict, without a requeue where there were enough of them."""
     against = _against(verdict, before, max_requeues) if verdict.requeue else None
-    if against:
-        verdict = Verdict(**{**asdict(verdict), "requeue": False, "reason": f"{reason}; {against}"})
-    return verdict
+    return replace(verdict, requeue=False, reason=f"{verdict.reason}; {against}") if against else verdict
 
 
 def verdicts(events: Sequence[Row]) -> list[Verdict]:

@@ -1,4 +1,4 @@
-"""`shardwright explain RUN`: the story of a run, from its folder alone; and the verdict that a Slurm job asks for.
+"""`shardwright explain RUN`: the story of a run, from its folder alone.
 
 Attempts, what each began with and how far it came, what was lost, what the time went into. *Lost* are steps that were
 trained and trained again, since no checkpoint held them. *Goodput* is the share of all time between the first start and
@@ -6,8 +6,6 @@ the last end in which steps were trained that count; the rest is starting, savin
 """
 
 import json
-import os
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -17,15 +15,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from shardwright.conf import compose
 from shardwright.conf.problems import Problem, RefusedError
 from shardwright.pretrain import diagnosis, terminal
 from shardwright.pretrain.diagnosis import Verdict
-from shardwright.pretrain.events import EventLog, Row, read_rows
+from shardwright.pretrain.events import Row, read_rows
 from shardwright.pretrain.folder import RunFolder
-
-QUEUE_AGAIN = 99
-"""Answer to a job script, which knows it by this number; not among the exit codes of runs."""
 
 
 @dataclass(slots=True)
@@ -71,64 +65,6 @@ def run(path: Path, *, as_json: bool = False) -> int:
     else:
         show(story, terminal.console(110))
     return 0
-
-
-def decide(
-    path: Path, ended: str, *, told: bool, after: str | None = None, environ: Mapping[str, str] = os.environ
-) -> int:
-    """What a job script asks, before the ranks (`ended` is "before") and after them (srun's exit code).
-
-    Before the ranks it writes down the verdict on a former launch that Slurm ended without asking.
-
-    Args:
-        path: the run's folder.
-        ended: what the ranks ended with.
-        told: whether the script was told to stop.
-        after: the job before this one in a chain.
-        environ: Slurm's variables.
-
-    Returns:
-        Before: 0 to start the ranks. After: `QUEUE_AGAIN`, or the run's exit code.
-    """
-    folder, job, restart = RunFolder(path), environ["SLURM_JOB_ID"], int(environ.get("SLURM_RESTART_COUNT", "0"))
-    before = ended == "before"
-    events = read_rows(folder.events)
-    if before and restart == 0 and after is None:
-        return 0
-    if before:
-        job, restart = (after, 0) if after and restart == 0 else (job, restart - 1)
-    launch = f"{job}, restart {restart}"
-    verdicts, log = diagnosis.verdicts(events), folder.path / f"slurm-{job}.log"
-    known = next((verdict for verdict in verdicts if verdict.launch == launch), None)
-    if after and not log.exists():  # the job before was taken out of the queue: what counts is what happened last
-        known = verdicts[-1] if verdicts else None
-    if before and known is not None:
-        return 0 if known.requeue or not after else _given_up(known)
-    printed = _printed(log, restart)
-    config = compose.load(folder.config)
-    verdict = diagnosis.judge(
-        folder,
-        launch,
-        code=1 if before else int(ended),
-        told=told,
-        log=printed,
-        max_requeues=config.resilience.max_requeues if config.cluster.requeue or config.cluster.chain > 1 else 0,
-    )
-    number = max((row["attempt"] for row in events), default=0)
-    book = EventLog(folder.events, attempt=number, rank=None)
-    book.write("verdict", **verdict.as_event())
-    print(f"== {verdict.cause}: {verdict.reason} -> {'queue again' if verdict.requeue else 'stop'}", flush=True)
-    if config.cluster.exclude_failed and verdict.nodes:
-        folder.exclude(verdict.nodes)
-    if before:
-        return 0 if verdict.requeue else _given_up(verdict)
-    return QUEUE_AGAIN if verdict.requeue else verdict.exit_code
-
-
-def _given_up(verdict: Verdict) -> int:
-    """What a job leaves with that begins no ranks: 0 tells its script to go on."""
-    print(f"== nothing is started: {verdict.cause} ({verdict.reason})", flush=True)
-    return verdict.exit_code or 1
 
 
 def read(folder: RunFolder) -> Story:
@@ -224,10 +160,3 @@ def _spend(story: AttemptStory, on: str, seconds: float) -> None:
 
 def _seconds(first: str, last: str) -> float:
     return (datetime.fromisoformat(last) - datetime.fromisoformat(first)).total_seconds()
-
-
-def _printed(log: Path, restart: int) -> str:
-    """What a job printed in one of its starts, without the line that begins it; one that is queued again appends."""
-    text = log.read_text(errors="replace") if log.exists() else ""
-    starts = [part.partition("\n") for part in text.split("\n== job ")]
-    return next((body for head, _, body in reversed(starts) if f", restart {restart}," in head), "")

@@ -19,8 +19,9 @@ from pathlib import Path
 
 from shardwright.conf.problems import RefusedError
 
-UNFORESEEN, REFUSED, FAULT, DAMAGED, STOPPED = 1, 2, 3, 4, 75
-"""Exit codes besides 0: a bug; refused before the first step; training fault; damaged content; stopped after saving."""
+UNFORESEEN, REFUSED, FAULT, DAMAGED, NOT_FIT, STOPPED = 1, 2, 3, 4, 5, 75
+"""Exit codes besides 0: a bug; refused before the first step; training fault; damaged content;
+a node that is not fit; stopped after saving."""
 
 _COMMUNICATION_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError"} | {
     kind.__name__ for kind in (BrokenPipeError, ConnectionAbortedError, ConnectionRefusedError, ConnectionResetError)

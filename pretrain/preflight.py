@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwright.conf.problems import Problem, RefusedError
 from shardwright.pretrain import machine, preflight_groups, preflight_local, ranks, terminal
+from shardwright.pretrain.faults import NOT_FIT
 from shardwright.pretrain.folder import write_atomic
 from shardwright.pretrain.preflight_examine import Examination, first_line
 from shardwright.pretrain.preflight_lead import Lead, add
@@ -29,9 +30,6 @@ from shardwright.pretrain.ranks import RankEnvironment
 
 if TYPE_CHECKING:  # torch takes seconds to import
     from shardwright.pretrain.preflight_meeting import Meeting
-
-NOT_FIT = 5
-"""Exit code."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

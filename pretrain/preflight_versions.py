@@ -22,9 +22,9 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwright.pretrain import machine, requirements, terminal
+from shardwright.pretrain.faults import NOT_FIT
 from shardwright.pretrain.requirements import REQUIREMENTS
 
-NOT_FIT = 5
 _PROGRAM_SECONDS = 10
 _STYLES = {"known": "green", "other": "yellow", "there": "", "missing": "dim", "unfit": "bold red"}
 _NAMES = {"megatron_core": "megatron-core", "hydra": "hydra-core", "nvidia_ml": "nvidia-ml-py", "apex": "NVIDIA's apex"}

@@ -24,6 +24,8 @@ ENVIRONMENT = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "LD
 """Variables that go along with every job."""
 _OPTIONS = ("partition", "account", "qos", "reservation", "constraint", "exclude", "switches", "time", "comment")
 """Keys of `cluster` that are options of sbatch by the same name."""
+_PREFLIGHT_WAIT_SECONDS = 180
+"""The same of a preflight, whose tests have timeouts of their own."""
 _WAIT_SECONDS = 60
 """After the first task has left, the others have this long."""
 
@@ -83,6 +85,13 @@ def script(config: Config, points: Sequence[Point], *, name: str, log_folder: Pa
         requeue=cluster.requeue,
         chain=cluster.chain > 1,
         exclude=(f"{cluster.exclude}," if cluster.exclude else "") if cluster.exclude_failed else None,
+        preflight=cluster.preflight
+        and [
+            *_srun(cluster, nodes, tasks, cpus, alone=True),
+            *container,
+            *_inside(cluster, points),
+            *("-P", "-m", "shardwright.pretrain", "preflight"),
+        ],
         srun=_srun(cluster, nodes, tasks, cpus) + container,
         train=[*_inside(cluster, points), "-P", "-m", *_program(cluster, local)],
         alone=(["srun", "--nodes=1", "--ntasks=1", "--overlap", "--export=ALL", *container] if container else [])
@@ -126,11 +135,16 @@ def _program(cluster: Cluster, local: int) -> list[str]:
     return ["shardwright.pretrain.node", *options, *restarts]
 
 
-def _srun(cluster: Cluster, nodes: int, tasks: int, cpus: int | None) -> list[str]:
-    """Options of the srun that starts the ranks: the end of one task is the end of all, but where ranks start again.
+def _srun(cluster: Cluster, nodes: int, tasks: int, cpus: int | None, *, alone: bool = False) -> list[str]:
+    """Options of srun: the end of one task is the end of all, but where ranks start again.
 
     srun knows neither sbatch's `--cpus-per-task` (since Slurm 22.05) nor, after an `--export` of names, the script's
     environment; both are said again.
+
+    Args:
+        cluster: the machines.
+        nodes, tasks, cpus: see `_shape`.
+        alone: tasks go on without those that die.
     """
     replaced = cluster.launcher is Launcher.ft_launcher
     options = [
@@ -138,8 +152,8 @@ def _srun(cluster: Cluster, nodes: int, tasks: int, cpus: int | None) -> list[st
         f"--ntasks={nodes * tasks}",
         f"--ntasks-per-node={tasks}",
         "--export=ALL",
-        f"--kill-on-bad-exit={int(not replaced)}",
-        f"--wait={0 if replaced else _WAIT_SECONDS}",
+        f"--kill-on-bad-exit={int(not (replaced or alone))}",
+        f"--wait={_PREFLIGHT_WAIT_SECONDS if alone else 0 if replaced else _WAIT_SECONDS}",
         "--input=none",
         *(["--no-kill"] if cluster.spare_nodes else []),
     ]

@@ -12,7 +12,7 @@ import pytest
 from shardwright.pretrain.events import read_rows
 
 from .conftest import Slurm
-from .test_submit import ONE_RANK, SMALL, TWO_NODES, losses, rows, starts, status, verdicts
+from .test_submit import ONE_RANK, PLANTED, SMALL, TWO_NODES, losses, rows, starts, status, verdicts
 
 LONG = ("schedule.train_iters=5000", "checkpoint.save_interval=0")
 
@@ -106,6 +106,20 @@ def test_a_run_leaves_before_the_time_limit_by_itself_where_slurm_gives_no_signa
     first, second = starts(run)
     assert first == 0 < second
     assert verdicts(run)[0] == ("stopped", True)
+
+
+@pytest.mark.slow
+def test_a_node_that_preflight_finds_unfit_trains_nothing_and_is_left_out_of_the_next_try(
+    run: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(PLANTED), os.environ.get("PYTHONPATH")])))
+    fault = "cluster.setup=['[ ${SLURM_RESTART_COUNT:-0} != 0 ] || export PLANTED_FAULT=0:0:computes_wrongly']"
+    examined = (*SMALL, *ONE_RANK, f"run.dir={run}", "schedule.train_iters=3", "cluster.preflight=true", fault)
+    slurm.wait(slurm.submit(*examined), run)
+    assert verdicts(run) == [("preflight", True), ("done", False)]
+    (bad,) = json.loads(next(run.glob("preflight-*-0.json")).read_text())["bad_nodes"]
+    assert (run / "excluded_nodes").read_text() == f"{bad['node']}\n"
+    assert len(starts(run)) == 1
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """What happened to a launch, and whether the job is queued again: read from what a run's folder holds."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 from shardwright.conf import compose
 from shardwright.conf.problems import Problem, RefusedError
-from shardwright.pretrain import checkpoint_store, cli, diagnosis, explain, faults
+from shardwright.pretrain import checkpoint_store, cli, decision, diagnosis, explain, faults
 from shardwright.pretrain.events import EventLog, JsonLines, now, read_rows
 from shardwright.pretrain.faults import Failure
 from shardwright.pretrain.folder import Attempt, RunFolder
@@ -52,7 +53,7 @@ class Job:
             log.write("\n".join(["", f"== job 42, restart {self.restart}, on n[1-2], now", *lines, ""]))
 
     def decide(self, code: int = 1, *, told: bool = False) -> int:
-        return explain.decide(self.folder.path, str(code), told=told, environ=self.environ())
+        return decision.decide(self.folder.path, str(code), told=told, environ=self.environ())
 
     def verdict(self) -> diagnosis.Verdict:
         return diagnosis.verdicts(read_rows(self.folder.events))[-1]
@@ -92,7 +93,7 @@ def test_a_run_that_stopped_and_saved_is_queued_again_for_as_long_as_it_trains_o
         job.train(attempt, saved, saved)
         job.save(saved)
         job.folder.write_status("stopped", attempt, exit_code=75, step=saved)
-        assert job.decide(75, told=True) == explain.QUEUE_AGAIN
+        assert job.decide(75, told=True) == decision.QUEUE_AGAIN
 
 
 def test_a_run_that_is_stopped_again_and_again_before_its_first_step_is_not(job: Job) -> None:
@@ -100,7 +101,7 @@ def test_a_run_that_is_stopped_again_and_again_before_its_first_step_is_not(job:
     for _ in range(4):
         job.folder.write_status("stopped", job.begin(), exit_code=75, step=0)
         answers.append(job.decide(75, told=True))
-    assert answers == [explain.QUEUE_AGAIN] * 3 + [75]
+    assert answers == [decision.QUEUE_AGAIN] * 3 + [75]
     assert "3 times in a row without a new checkpoint" in job.verdict().reason
 
 
@@ -112,7 +113,7 @@ def test_an_error_that_comes_back_at_its_step_is_tried_twice(job: Job) -> None:
         FAILURE.write(attempt.errors)
         job.folder.write_status("failed", attempt, exit_code=1)
         answers.append(job.decide(15))
-    assert answers == [explain.QUEUE_AGAIN, 1]
+    assert answers == [decision.QUEUE_AGAIN, 1]
     assert "two attempts in a row ended like this after step 2" in job.verdict().reason
 
 
@@ -142,7 +143,7 @@ def test_a_task_that_vanished_is_named_by_what_srun_says_and_not_its_victims(job
         "srun: error: n2: task 1: Exited with exit code 7",
         "srun: error: n1: task 0: Terminated",
     )
-    assert job.decide(15) == explain.QUEUE_AGAIN
+    assert job.decide(15) == decision.QUEUE_AGAIN
     assert (job.verdict().cause, job.verdict().reason) == ("lost_rank", "rank 1 on n2: Exited with exit code 7")
 
 
@@ -167,7 +168,7 @@ def test_a_hang_blames_the_node_of_the_rank_that_the_others_wait_for_and_none_wh
         for rank, position in enumerate(positions):
             hung = replace(FAILURE, rank=rank, host=f"n{rank}", error_type=faults.HANG, exit_code=3, position=position)
             hung.write(attempt.errors)
-        assert job.decide(15) == explain.QUEUE_AGAIN
+        assert job.decide(15) == decision.QUEUE_AGAIN
         blamed.append((job.verdict().cause, job.verdict().nodes))
     assert blamed == [("hang", ("n1",))] * 3 + [("hang", ())]
     assert "ranks 1 stand at the same place" in job.verdict().reason
@@ -185,7 +186,7 @@ def test_of_a_rank_that_a_library_aborted_the_end_of_its_log_says_why(job: Job, 
     attempt = job.begin()
     attempt.log(1).write_text(f"{words}\nterminate called after throwing an instance of 'c10::DistBackendError'\n")
     job.printed("srun: error: n2: task 1: Aborted (core dumped)", "srun: error: n1: task 0: Terminated")
-    assert job.decide(15) == explain.QUEUE_AGAIN
+    assert job.decide(15) == decision.QUEUE_AGAIN
     assert job.verdict().cause == cause
 
 
@@ -199,7 +200,7 @@ def test_a_job_that_slurm_ended_is_no_fault_of_the_rank_that_says_so(job: Job) -
     attempt = job.begin()
     replace(FAILURE, error_type="BrokenPipeError", error="Broken pipe", exit_code=3).write(attempt.errors)
     job.printed("slurmstepd-n1: error: *** JOB 42 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO TIME LIMIT ***")
-    assert job.decide(143) == explain.QUEUE_AGAIN
+    assert job.decide(143) == decision.QUEUE_AGAIN
     assert job.verdict().reason == "Slurm ended the job on n1: time limit"
 
 
@@ -207,7 +208,7 @@ def test_a_launch_that_slurm_ended_without_asking_is_judged_by_the_next_one_befo
     answers = []
     for _ in range(5):
         environ = {**job.environ(), "SLURM_RESTART_COUNT": str(job.restart + 1)}
-        answers.append(explain.decide(job.folder.path, "before", told=False, environ=environ))
+        answers.append(decision.decide(job.folder.path, "before", told=False, environ=environ))
         job.begin()
     assert answers == [0, 0, 0, 0, 1], "the first start and three requeues"
 
@@ -250,3 +251,80 @@ def test_explain_counts_lost_steps_and_the_share_of_time_that_counts(
 def test_explain_of_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", str(tmp_path)]) == 2
     assert "no run lives there" in capsys.readouterr().err
+
+
+class Chain:
+    """Jobs of a chain, each after the one before."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    def begins(self, job: str, after: str) -> bool:
+        environ = {"SLURM_JOB_ID": job, "SLURM_RESTART_COUNT": "0"}
+        return decision.decide(self.job.folder.path, "before", told=False, after=after, environ=environ) == 0
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Chain:
+    return Chain(Job(tmp_path / "run", "cluster.requeue=false", "cluster.chain=3"))
+
+
+def test_the_next_job_of_a_chain_goes_on_with_what_may_pass(chain: Chain) -> None:
+    attempt = chain.job.begin()
+    chain.job.train(attempt, 1, 4)
+    chain.job.save(4)
+    chain.job.printed("stopped")
+    chain.job.folder.write_status("stopped", attempt, exit_code=75, step=4)
+    assert chain.job.decide(0, told=True) == decision.QUEUE_AGAIN, "which a chain's script takes for: the next one"
+    assert chain.begins("43", after="42")
+
+
+def test_the_next_job_of_a_chain_judges_one_that_slurm_ended_without_asking(chain: Chain) -> None:
+    attempt = chain.job.begin()
+    chain.job.train(attempt, 1, 4)
+    chain.job.printed("slurmstepd: error: *** JOB 42 ON n1 CANCELLED AT now DUE TO TIME LIMIT ***")
+    assert chain.begins("43", after="42")
+    assert (chain.job.verdict().launch, chain.job.verdict().cause) == ("42, restart 0", "interrupted")
+
+
+def test_no_job_of_a_chain_begins_after_what_will_not_pass_also_where_one_between_was_cancelled(chain: Chain) -> None:
+    attempt = chain.job.begin()
+    replace(FAILURE, error="[Errno 28] No space left on device").write(attempt.errors)
+    chain.job.printed("failed")
+    chain.job.folder.write_status("failed", attempt, exit_code=1)
+    assert chain.job.decide(15) == 1
+    assert not chain.begins("43", after="42")
+    assert not chain.begins("44", after="43")
+
+
+def test_the_job_after_a_finished_run_ends_well(chain: Chain) -> None:
+    attempt = chain.job.begin()
+    chain.job.printed("finished")
+    chain.job.folder.write_status("done", attempt, exit_code=0)
+    assert chain.job.decide(0) == 0
+    assert chain.begins("43", after="42"), "its ranks say that nothing is left to do"
+
+
+def test_a_node_that_is_not_fit_is_left_out_of_the_next_try(job: Job) -> None:
+    job.restart = 0
+    report = job.folder.path / "preflight-42-0.json"
+    report.write_text(json.dumps({"fit": True, "bad_nodes": [], "group": None}))
+    environ = job.environ()
+    assert decision.decide(job.folder.path, "preflight", told=False, environ=environ) == 0
+    bad = [{"node": "n2", "reasons": ["gemm: 3 rows are wrong"]}]
+    report.write_text(json.dumps({"fit": False, "bad_nodes": bad, "group": None}))
+    assert decision.decide(job.folder.path, "preflight", told=False, environ=environ) == decision.QUEUE_AGAIN
+    assert job.folder.excluded("n9") == "n9,n2"
+    assert "n2: gemm: 3 rows are wrong" in job.verdict().reason
+    report.unlink()
+    answers = [decision.decide(job.folder.path, "preflight", told=False, environ=environ) for _ in range(3)]
+    assert answers == [decision.QUEUE_AGAIN, decision.QUEUE_AGAIN, 5], "bounded by max_requeues"
+
+
+def test_explain_shows_what_ranks_said_as_it_stands(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    attempt = job.begin()
+    job.train(attempt, 1, 1)
+    said = {"rank": 0, "host": "n1", "error": "[/pair.cc:547] closed :x:", "exit_code": 3}
+    EventLog(job.folder.events, attempt=1, rank=0).write("fault", 1, **said)
+    assert cli.main(["explain", str(job.folder.path)]) == 0
+    assert "".join(["[/pair.cc:547]closed:x:"]) in "".join(capsys.readouterr().out.split())

@@ -20,7 +20,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-ENGINE = "shardwright.parallel.mcore.engine"
+ENGINE, PREFLIGHT = "shardwright.parallel.mcore.engine", "shardwright.pretrain.preflight_torch"
 SLOW_SECONDS = 5.0
 """Before each file that a rank writes slowly."""
 
@@ -82,15 +82,22 @@ def plant(module: ModuleType, step: int, kind: str) -> None:
     engine.train_step = train_step
 
 
+def plant_in_preflight(module: Any) -> None:
+    """Let a product be wrong."""
+    results: Any = importlib.import_module("shardwright.pretrain.preflight_results")
+    module.gemm = lambda device: results.Finding(results.BAD, "3 rows are wrong")
+
+
 class Planter(MetaPathFinder):
-    """Finds the engine as everybody does, and changes it once it is there."""
+    """Finds a module as everybody does, and changes it once it is there."""
 
     def __init__(self, step: int, kind: str) -> None:
         self.step, self.kind = step, kind
+        self.module = PREFLIGHT if kind == "computes_wrongly" else ENGINE
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """The engine's own spec, with a loader that plants the fault; None for all other modules."""
-        if name != ENGINE:
+        """The module's own spec, with a loader that plants the fault; None for all other modules."""
+        if name != self.module:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -99,7 +106,10 @@ class Planter(MetaPathFinder):
 
         def execute_and_plant(module: ModuleType) -> None:
             execute(module)
-            plant(module, self.step, self.kind)
+            if name == PREFLIGHT:
+                plant_in_preflight(module)
+            else:
+                plant(module, self.step, self.kind)
 
         spec.loader.exec_module = execute_and_plant  # type: ignore[method-assign]
         return spec
