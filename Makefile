@@ -84,7 +84,7 @@ build/typecheck/shardwright: Makefile
 	mkdir -p $@
 	for folder in conf data parallel pretrain slurm tests; do ln -s ../../../$$folder $@/$$folder; done
 
-slurm-deps: ## install Slurm and munge for tests/slurm (Debian or Ubuntu, as root); no service is started
+slurm-deps: ## install Slurm, munge and shellcheck for tests/slurm (Debian or Ubuntu, as root); no service is started
 	@command -v apt-get >/dev/null || { echo "make: slurm-deps needs apt-get (Debian or Ubuntu)" >&2; exit 1; }
 	[ "$$(id -u)" = 0 ] || { echo "make: slurm-deps installs packages and must run as root" >&2; exit 1; }
 	policy=/usr/sbin/policy-rc.d
@@ -94,7 +94,7 @@ slurm-deps: ## install Slurm and munge for tests/slurm (Debian or Ubuntu, as roo
 	  trap 'rm -f "$$policy"' EXIT
 	fi
 	apt-get update -qq
-	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm munge
+	DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends slurm-wlm munge shellcheck
 
 # Resolves pyproject.toml, the parts for a GPU included; nothing is installed. Transformer Engine's metadata needs torch
 # while it is read: the environment has it, so no isolated build environment fetches another one.
@@ -110,7 +110,7 @@ export PINS
 constraints: .venv/.installed ## write constraints.txt anew with the newest versions that pyproject.toml allows
 	@mkdir -p build
 	$(PIP) install --quiet --dry-run --ignore-installed --no-build-isolation --report build/resolved.json \
-	  --editable '.[dev,telemetry,sentencepiece,muon,te]'
+	  --editable '.[dev,telemetry,sentencepiece,muon,resilience,te]'
 	.venv/bin/python -c "$$PINS" < build/resolved.json > build/constraints.txt
 	mv build/constraints.txt constraints.txt
 

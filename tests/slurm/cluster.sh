@@ -8,7 +8,7 @@
 set -euo pipefail
 PATH=$PATH:/usr/sbin
 command=$1 root=$(realpath -m "$2") nodes=${3:-2} base=${PORT_BASE:-17000}
-mark="# a virtual node of a test"
+mark="# a virtual node of $root"
 
 alive() { [ -s "$1" ] && kill -0 "$(cat "$1")" 2>/dev/null; }
 
@@ -17,7 +17,7 @@ stop() {
   for file in "$root"/run/slurmctld.pid "$root"/run/slurmd.*.pid "$root"/munge/munged.pid; do
     if alive "$file"; then kill "$(cat "$file")" || true; fi
   done
-  grep -v "$mark" /etc/hosts >"$root/hosts" || true
+  grep -v "$mark\$" /etc/hosts >"$root/hosts" || true
   cat "$root/hosts" >/etc/hosts # in a container it is a mount: it cannot be replaced
 }
 
@@ -29,7 +29,7 @@ start() {
   for i in $(seq 0 7); do [ -e "$root/dev/gpu$i" ] || mknod "$root/dev/gpu$i" c 1 3; done
   for i in $(seq "$nodes"); do
     mkdir -p "$root/spool/n$i"
-    grep -q " n$i " /etc/hosts || echo "127.0.1.$i n$i $mark" >>/etc/hosts
+    echo "127.0.1.$i n$i $mark" >>/etc/hosts
   done
   cat >"$root/slurm.conf" <<CONF
 ClusterName=tests
