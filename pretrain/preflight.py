@@ -96,13 +96,13 @@ def _together(
         if environment.rank == 0:
             key, rule = "MASTER_PORT", f"the store cannot be served there: {first_line(error)}"
             raise RefusedError([Problem(key=key, value=environment.master_port, rule=rule)]) from None
-        return _without_rank_0(environment, options, tasks)
+        return _without_rank_0(environment, options, tasks, first_line(error))
     examined = Examination(options, environ, environment.host, environment)
     with machine.watch_xids(environ) as xids:
         result = examined.result()
-        meeting.post("local", result.as_json())
         lead = Lead(environment, options, baseline, tasks, meeting) if environment.rank == 0 else None
         try:
+            meeting.post("local", result.as_json())
             if lead is not None:
                 lead.plan(deadline=started + options.timeout_seconds)
             stages = meeting.told("stages", 2 * options.timeout_seconds + options.slack_seconds)
@@ -126,8 +126,7 @@ def _together(
         except RuntimeError as error:
             if lead is not None:
                 raise
-            print(f"{environment.host}: rank 0 is gone: {first_line(error)}", file=sys.stderr)
-            return _without_rank_0(environment, options, tasks)
+            return _without_rank_0(environment, options, tasks, f"rank 0 has left: {first_line(error)}")
 
 
 def _take_part(
@@ -168,6 +167,7 @@ def _conclude(report: Report, options: Options) -> int:
         print(text)
     else:
         show(report, terminal.console(120))
+    sys.stdout.flush()
     if options.write_baseline is not None:
         if report.fit:
             _write(options.write_baseline, Baseline.of(list(report.nodes.values()), report.group).text())
@@ -176,18 +176,18 @@ def _conclude(report: Report, options: Options) -> int:
     return 0 if report.fit else NOT_FIT
 
 
-def _without_rank_0(environment: RankEnvironment, options: Options, tasks: Mapping[str, int]) -> int:
-    """Rank 0 is not there: its node is the bad one, and whoever finds that out first writes the report."""
+def _without_rank_0(environment: RankEnvironment, options: Options, tasks: Mapping[str, int], why: str) -> int:
+    """Rank 0 is not there: its node is the bad one, and whoever finds that out first writes the report.
+
+    Unless rank 0 has written one and left before this rank came, which then is the late one.
+    """
     node = next(iter(tasks), environment.master_addr)
-    detail = f"no answer from rank 0 within {options.timeout_seconds:g} s"
-    nodes = {node: Node(name=node, ranks=[0], findings={"answer": Finding(BAD, detail)})}
+    nodes = {node: Node(name=node, ranks=[0], findings={"answer": Finding(BAD, f"no answer from rank 0: {why}")})}
     nodes.setdefault(environment.host, Node(name=environment.host, ranks=[environment.rank]))
     report = Report(nodes=nodes, num_ranks=environment.world_size, launch_id=environment.launch_id)
-    print(f"{environment.host}: {node}: {detail}", file=sys.stderr)
+    print(f"{environment.host}: no answer from rank 0 on {node}: {why}", file=sys.stderr)
     if options.report is not None:
-        with suppress(
-            OSError, ValueError, AttributeError
-        ):  # rank 0 may have written one and left before this rank came
+        with suppress(OSError, ValueError, AttributeError):
             if json.loads(options.report.read_text()).get("launch_id") == environment.launch_id:
                 return NOT_FIT
         _write(options.report, json.dumps(report.as_json(), indent=1) + "\n")

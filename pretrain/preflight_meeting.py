@@ -37,10 +37,13 @@ class Meeting:
         Raises:
             RuntimeError: rank 0 did not serve in time; or its port is taken.
         """
-        if not environment.serves_store:
-            _reach(environment.master_addr, environment.master_port, timeout_seconds)
+        host = environment.master_addr
+        if environment.serves_store:  # whether its own name leads to it is for the others to find out
+            host = "127.0.0.1"
+        else:
+            _reach(host, environment.master_port, timeout_seconds)
         store = TCPStore(
-            environment.master_addr,
+            host,
             environment.master_port,
             environment.world_size,
             is_master=environment.serves_store,
@@ -92,5 +95,5 @@ def _reach(host: str, port: int, timeout_seconds: float) -> None:
             return
         except OSError as error:
             if time.monotonic() > deadline:
-                raise RuntimeError(f"{host}:{port}: {error}") from None
+                raise RuntimeError(f"{host}:{port}: {error.strerror or error}, for {timeout_seconds:g} s") from None
             time.sleep(_POLL_SECONDS)

@@ -74,6 +74,13 @@ def computes_wrongly() -> None:
     preflight_torch.gemm = lambda device: Finding(BAD, f"{device}: 3 rows are wrong")
 
 
+def does_not_get_through() -> None:
+    def fails(*arguments: Any, **more: Any) -> NoReturn:
+        raise RuntimeError("no route")
+
+    preflight_torch.all_reduce = fails
+
+
 @pytest.fixture
 def port() -> int:
     with socket.socket() as free:
@@ -159,6 +166,15 @@ def test_a_node_that_computes_wrongly_is_named_and_takes_no_part_in_tests_of_gro
     told = report()
     assert told["bad_nodes"] == [{"node": "n2", "reasons": ["gemm: cpu: 3 rows are wrong"]}]
     assert told["group"] is None and "neighbours" not in told["nodes"]["n1"]["checks"]
+
+
+def test_two_nodes_that_cannot_talk_are_both_named(
+    run_ranks: RunRanks, port: int, words: tuple[str, ...], report: Callable[[], dict[str, Any]]
+) -> None:
+    assert run_ranks(task_of_srun, 2, port, (*words, "--group-timeout=2"), does_not_get_through) == [5, 5]
+    told = report()
+    assert (told["exclude"], told["group"]) == ("n1,n2", None)
+    assert "cannot talk to n1" in told["bad_nodes"][1]["reasons"][0]
 
 
 def test_one_wrong_element_of_a_product_is_seen() -> None:
