@@ -87,7 +87,8 @@ def _most(config: Config) -> int:
 
 def _write_down(folder: RunFolder, config: Config, verdict: Verdict) -> None:
     number = max((row["attempt"] for row in read_rows(folder.events)), default=0)
-    EventLog(folder.events, attempt=number, rank=None).write("verdict", **verdict.as_event())
+    log = EventLog(folder.events, attempt=number, rank=None)
+    log.write("verdict", **verdict.as_event())
     print(f"== {verdict.cause}: {verdict.reason} -> {'queue again' if verdict.requeue else 'stop'}", flush=True)
     if config.cluster.exclude_failed and verdict.nodes:
         folder.exclude(verdict.nodes)

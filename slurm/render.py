@@ -155,7 +155,7 @@ def _srun(cluster: Cluster, nodes: int, tasks: int, cpus: int | None, *, alone: 
         f"--kill-on-bad-exit={int(not (replaced or alone))}",
         f"--wait={_PREFLIGHT_WAIT_SECONDS if alone else 0 if replaced else _WAIT_SECONDS}",
         "--input=none",
-        *(["--no-kill"] if cluster.spare_nodes else []),
+        *(["--no-kill"] if cluster.spare_nodes or alone else []),
     ]
     return options + ([f"--cpus-per-task={cpus}"] if cpus else [])
 
