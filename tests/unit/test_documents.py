@@ -74,7 +74,7 @@ def test_every_group_and_every_column_of_the_metrics_is_named() -> None:
 
 def test_every_kind_of_event_is_named() -> None:
     sources = "".join(path.read_text() for path in (ROOT / "pretrain").glob("*.py"))
-    kinds = set(re.findall(r"(?:events|log)\.write\(\s*\"(\w+)\"", sources))
+    kinds = set(re.findall(r"(?:events|log|EventLog\([^)]*\))\.write\(\s*\"(\w+)\"", sources))
     assert {"start", "end", "checkpoint"} <= kinds
     (named,) = re.findall(r"Kinds: `([^`]+)`", RUNNING)
     assert kinds == set(named.split())
