@@ -1,8 +1,8 @@
 """Which checkpoint a run continues from, judged by names, markers, manifests and sizes before any rank exists.
 
-What is not whole is told and passed over (`checkpoint.fallback=previous`) or ends the start (`stop`). Contents are not
-read here: the ranks compare the digests of what was chosen (`checkpoint_integrity`), and take the next of `fallbacks`
-where they differ. No torch here.
+What is not whole is told and passed over (`checkpoint.fallback=previous`) or ends the start (`stop`), and so is what
+killed those who loaded it (`checkpoint_trouble`). Contents are not read here: the ranks compare the digests of what was
+chosen (`checkpoint_integrity`), and take the next of `fallbacks` where they differ. No torch here.
 """
 
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from pathlib import Path
 from shardwright.conf.choices import Fallback, ResumeMode
 from shardwright.conf.problems import Problem, RefusedError
 from shardwright.conf.schema import Checkpoint
+from shardwright.pretrain import checkpoint_trouble
 from shardwright.pretrain.checkpoint_store import Committed, Damaged, damage, step_of, survey
 
 
@@ -34,6 +35,8 @@ def find(config: Checkpoint, root: Path) -> Choice:
             or nothing is whole of what there is, or the newest is not under `fallback=stop`.
     """
     own, damaged = survey(root)
+    if config.load_step is None:  # what is asked for by its step is tried again
+        own, damaged = _without_unloadable(own, damaged, root)
     if (own or damaged) and config.resume is ResumeMode.never:
         problem = Problem(
             key="checkpoint.resume",
@@ -49,7 +52,7 @@ def find(config: Checkpoint, root: Path) -> Choice:
             key="checkpoint.resume",
             value=config.resume.name,
             rule=f"there is no whole checkpoint in {root}{_named(damaged)}",
-            remedy="move them out of that folder to start without them",
+            remedy="move them out of that folder to start without them, or name one by checkpoint.load_step",
         )
         raise RefusedError([problem])
     if config.load is not None:
@@ -63,6 +66,16 @@ def find(config: Checkpoint, root: Path) -> Choice:
         )
         raise RefusedError([problem])
     return _choose(config, [], [], root) if config.load_step is not None else Choice()
+
+
+def _without_unloadable(
+    whole: list[Committed], damaged: list[Damaged], root: Path
+) -> tuple[list[Committed], list[Damaged]]:
+    """What kills those who load it counts as damaged; each oldest first."""
+    reasons = checkpoint_trouble.unloadable(root)
+    bad = [Damaged(one.step, one.path, reason) for one in whole if (reason := reasons.get(one.path))]
+    rest = [one for one in whole if one.path not in reasons]
+    return rest, sorted([*damaged, *bad], key=lambda found: found.step)
 
 
 def _foreign(path: Path) -> tuple[list[Committed], list[Damaged]]:
