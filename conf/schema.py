@@ -319,12 +319,17 @@ class Checkpoint:
     """Checkpoints of steps that are multiples of this stay too; 0 keeps none for it."""
     keep_best: int = key(resume="free")
     """As many checkpoints with the lowest validation loss, of those saved right after an evaluation, stay too."""
+    keep_hours: float = key(resume="free")
+    """Checkpoints younger than so many hours stay too; 0 keeps none for it."""
     resume: ResumeMode = key(resume="free")
     """Continue from this run's own newest committed checkpoint."""
     load: str | None = key(resume="free")
     """Folder of another run, or of one checkpoint, that a run without own checkpoints starts from."""
     load_step: int | None = key(resume="free")
     """Load exactly this step instead of the newest."""
+    trusted: bool = key(resume="free")
+    """Take what `load` names also if it is foreign: if it has files of another user, or files that everybody may
+    change."""
     fallback: Fallback = key(resume="free")
     """What a damaged checkpoint leads to, where no step was asked for."""
 

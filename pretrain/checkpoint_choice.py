@@ -11,7 +11,7 @@ from pathlib import Path
 from shardwright.conf.choices import Fallback, ResumeMode
 from shardwright.conf.problems import Problem, RefusedError
 from shardwright.conf.schema import Checkpoint
-from shardwright.pretrain import checkpoint_trouble
+from shardwright.pretrain import checkpoint_trouble, trust
 from shardwright.pretrain.checkpoint_store import Committed, Damaged, damage, step_of, survey
 
 
@@ -56,7 +56,10 @@ def find(config: Checkpoint, root: Path) -> Choice:
         )
         raise RefusedError([problem])
     if config.load is not None:
-        return _choose(config, *_foreign(Path(config.load)), Path(config.load))
+        choice = _choose(config, *_elsewhere(Path(config.load)), Path(config.load))
+        if not config.trusted:
+            _refuse_foreign(choice, config.load)
+        return choice
     if config.resume is ResumeMode.must:
         problem = Problem(
             key="checkpoint.resume",
@@ -78,7 +81,20 @@ def _without_unloadable(
     return rest, sorted([*damaged, *bad], key=lambda found: found.step)
 
 
-def _foreign(path: Path) -> tuple[list[Committed], list[Damaged]]:
+def _refuse_foreign(choice: Choice, named: str) -> None:
+    for checkpoint in (choice.load, *choice.fallbacks):
+        reason = trust.foreign(checkpoint.path) if checkpoint else None
+        if checkpoint and reason:
+            problem = Problem(
+                key="checkpoint.load",
+                value=named,
+                rule=f"{checkpoint.path.name} there is foreign: {reason}, who chooses the weights that you go on with",
+                remedy="checkpoint.trusted=true takes it; nothing in it is run in either case",
+            )
+            raise RefusedError([problem])
+
+
+def _elsewhere(path: Path) -> tuple[list[Committed], list[Damaged]]:
     """Checkpoints that `checkpoint.load` names: one checkpoint, a checkpoints folder, or a run's folder."""
     step = step_of(path)
     if step is not None and path.is_dir():

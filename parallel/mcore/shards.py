@@ -28,11 +28,11 @@ MAX_FILES, FILE_BYTES = 4, 1 << 30
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
-def save(engine: Engine, folder: Path) -> dict[str, str]:
+def save(engine: Engine, folder: Path) -> dict[str, tuple[int, str]]:
     """Write this rank's shards into `folder`, which exists and is empty.
 
     Returns:
-        SHA-256 of this rank's files.
+        Bytes and SHA-256 of this rank's files.
 
     Raises:
         OSError: a file of this rank could not be written.
