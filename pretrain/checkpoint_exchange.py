@@ -6,7 +6,7 @@ worlds are those of `parallel/mcore/hf`, which also load a model of transformers
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,14 @@ FILE_BYTES = 5 * 10**9
 _INDEX = "model.safetensors.index.json"
 
 
-def export(path: Path, target: Path, step: int | None, *, file_bytes: int = FILE_BYTES) -> Path:
+def export(
+    path: Path,
+    target: Path,
+    step: int | None,
+    *,
+    file_bytes: int = FILE_BYTES,
+    say: Callable[[str], None] = print,
+) -> Path:
     """Write the weights of a checkpoint as a folder that transformers loads.
 
     Args:
@@ -36,6 +43,7 @@ def export(path: Path, target: Path, step: int | None, *, file_bytes: int = FILE
         target: new folder; it appears when it is complete.
         step: of these; None for the newest whole one.
         file_bytes: about how large a file gets, and how much memory is taken.
+        say: told of what cannot be exported.
 
     Returns:
         The checkpoint that was exported.
@@ -52,6 +60,8 @@ def export(path: Path, target: Path, step: int | None, *, file_bytes: int = FILE
     from shardwright.parallel.mcore.tensor_files import TensorReader
 
     family, reader = family_of(config.model), TensorReader(checkpoint)
+    if config.model.mtp_num_layers:
+        say(f"left out: the layers of multi-token prediction, which {family.architecture} lacks")
 
     def tensors() -> Iterator[tuple[str, "torch.Tensor"]]:
         for row in mapping.rows_of(family.rows, config.model):
@@ -91,13 +101,18 @@ def import_(source: Path, target: Path, overrides: Sequence[str]) -> Path:
 
     model = config.model
     family = family_of(model)
+    if model.mtp_num_layers:
+        rule = f"{family.architecture} has no layers of multi-token prediction to import"
+        remedy = "import with model.mtp_num_layers=null model.mtp_loss_scaling_factor=null"
+        raise RefusedError([Problem(key="model.mtp_num_layers", value=model.mtp_num_layers, rule=rule, remedy=remedy)])
     _refuse_other_model(source, family.config(model))
     final = checkpoint_store.step_folder(target, 0)
     if final.exists():
         raise RefusedError([Problem(key="TARGET", value=target, rule=f"it already holds {final.name}")])
     folder = checkpoint_store.begin(target, 0)
     theirs = _Safetensors(source)
-    with tensor_files.TensorWriter(folder, model.num_layers, {"content_metadata": dict(shards.METADATA)}) as writer:
+    stacked = None if model.num_moe_experts else model.num_layers  # as megatron-core does where layers may differ
+    with tensor_files.TensorWriter(folder, stacked, {"content_metadata": dict(shards.METADATA)}) as writer:
         for row in mapping.rows_of(family.rows, model):
             writer.write(row.megatron, row.kind.join([theirs.read(name) for name in row.hugging_face], model))
     content = TrainerState().to_json(Layout(world_size=1), 0) | {
@@ -145,7 +160,7 @@ def _write_safetensors(folder: Path, tensors: Iterator[tuple[str, "torch.Tensor"
 
     files: list[dict[str, Any]] = []
     held: dict[str, torch.Tensor] = {}
-    total, dtype = 0, "float32"
+    total, dtype = 0, ""
 
     def write() -> None:
         save_file(held, folder / f"part-{len(files)}", metadata={"format": "pt"})
@@ -155,7 +170,7 @@ def _write_safetensors(folder: Path, tensors: Iterator[tuple[str, "torch.Tensor"
     for name, tensor in tensors:
         held[name] = tensor.contiguous()
         total += tensor.nbytes
-        dtype = str(tensor.dtype).removeprefix("torch.")
+        dtype = dtype or str(tensor.dtype).removeprefix("torch.")  # the embedding's; biases of experts are fp32 always
         if sum(each.nbytes for each in held.values()) >= file_bytes:
             write()
     if held:
@@ -198,16 +213,19 @@ class _Safetensors:
 
 def _refuse_other_model(source: Path, ours: dict[str, Any]) -> None:
     """Every value of their `config.json` that the composed model contradicts, in one message."""
+    from shardwright.parallel.mcore.hf import configs
+
     try:
         theirs = json.loads((source / "config.json").read_text())
     except (OSError, ValueError) as error:
         rule = f"its config.json cannot be read ({error})"
         raise RefusedError([Problem(key="SOURCE", value=source, rule=rule)]) from None
-    theirs.setdefault("rope_theta", (theirs.get("rope_parameters") or {}).get("rope_theta"))
+    if theirs.get("quantization_config"):
+        rule = f"its weights are quantized ({theirs['quantization_config'].get('quant_method')})"
+        raise RefusedError([Problem(key="SOURCE", value=source, rule=rule, remedy="import weights in bf16 or fp32")])
     refuse(
         [
-            Problem(key=f"config.json: {name}", value=theirs[name], rule=f"the composed model has {value}")
-            for name, value in ours.items()
-            if theirs.get(name) is not None and theirs[name] != value
+            Problem(key=f"config.json: {name}", value=value, rule=f"the composed model has {own}")
+            for name, (value, own) in configs.differences(theirs, ours).items()
         ]
     )

@@ -1,8 +1,9 @@
 """Single tensors out of and into the files of a checkpoint, without process groups and without a model.
 
-A checkpoint stacks the layers: `decoder.layers.mlp.linear_fc1.weight` is [layer, rows, columns], written in chunks (a
-layer, a part of a tensor-parallel split). Here a tensor goes by its own name, with the layer's number in it, and only
-its chunks are read, so that a model larger than memory can pass through. Nothing is unpickled but by allow-list.
+A checkpoint of equal layers stacks them: `decoder.layers.mlp.linear_fc1.weight` is [layer, rows, columns], written in
+chunks (a layer, a part of a tensor-parallel split). Here a tensor goes by its own name, with the layer's number in it,
+and only its chunks are read, so that a model larger than memory can pass through. Nothing is unpickled but by
+allow-list.
 """
 
 import io
@@ -84,12 +85,12 @@ class TensorWriter:
 
     Args:
         folder: exists and is empty.
-        num_layers: how many layers are stacked.
+        stacked_layers: how many layers are stacked; None where each has its own tensors.
         common: what the checkpoint holds beside tensors.
     """
 
-    def __init__(self, folder: Path, num_layers: int, common: Mapping[str, Any]) -> None:
-        self._folder, self._num_layers, self._common = folder, num_layers, dict(common)
+    def __init__(self, folder: Path, stacked_layers: int | None, common: Mapping[str, Any]) -> None:
+        self._folder, self._stacked_layers, self._common = folder, stacked_layers, dict(common)
         self._name = "__0_0.distcp"
         self._tensors: dict[str, Any] = {}
         self._places: dict[MetadataIndex, _StorageInfo] = {}
@@ -99,13 +100,13 @@ class TensorWriter:
         return self
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Append the whole tensor `name`; all layers of a kind must have the same shape."""
+        """Append the whole tensor `name`; stacked layers must have the same shape."""
         found = _LAYER.fullmatch(name)
         key, offset, size = name, torch.Size([0] * tensor.dim()), tensor.shape
-        if found is not None:
+        if found is not None and self._stacked_layers is not None:
             key, tensor = found[1] + found[3], tensor.unsqueeze(0)
             offset = torch.Size([int(found[2]), *offset])
-            size = torch.Size([self._num_layers, *size])
+            size = torch.Size([self._stacked_layers, *size])
         stored = self._tensors.setdefault(
             key, TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(size), [])
         )

@@ -89,7 +89,7 @@ def test_another_model_is_refused_by_every_value_that_differs(exported: Path, tm
 
 
 def test_a_model_that_no_family_expresses_is_refused(exported: Path, tmp_path: Path) -> None:
-    other = ["experiment=quickstart", *commands.SMALL, "model.qk_layernorm=true"]
+    other = ["experiment=quickstart", *commands.SMALL, "model.add_qkv_bias=true"]
     with pytest.raises(RefusedError, match="no family"):
         checkpoint_exchange.import_(exported, tmp_path / "start", other)
 
