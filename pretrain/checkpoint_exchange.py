@@ -1,7 +1,8 @@
-"""`shardwright checkpoint export|import`: to and from Hugging Face's safetensors, on one process, tensor by tensor.
+"""`shardwright checkpoint export|import`: to and from Hugging Face's safetensors, and from Megatron-LM.
 
-No ranks, no model and no GPU are needed, and no more memory than for one file of the result. The maps between the two
-worlds are those of `parallel/mcore/hf`, which also load a model of transformers into the ranks of a test.
+One process does it, tensor by tensor: no ranks, no model and no GPU are needed, and no more memory than for one file of
+the result. The maps between ours and Hugging Face's are those of `parallel/mcore/hf`, which also load a model of
+transformers into the ranks of a test.
 """
 
 import json
@@ -13,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardwright.conf import compose
 from shardwright.conf.problems import Problem, RefusedError, refuse
+from shardwright.conf.schema import Config
+from shardwright.conf.schema_model import Model
 from shardwright.data.cache import flush
 from shardwright.parallel.layout import Layout
 from shardwright.pretrain import checkpoint_integrity, checkpoint_report, checkpoint_store, checks, plan, provenance
@@ -79,12 +82,13 @@ def export(
 
 
 def import_(source: Path, target: Path, overrides: Sequence[str]) -> Path:
-    """Write a folder of transformers' as a checkpoint of step 0, from which `checkpoint.load=TARGET` starts.
+    """Write somebody's weights as a checkpoint of step 0, from which `checkpoint.load=TARGET` starts.
 
     Args:
-        source: folder with `config.json` and safetensors.
+        source: folder with `config.json` and safetensors, or a `torch_dist` checkpoint of Megatron-LM.
         target: folder that gets `step_00000000`.
-        overrides: what the run will be composed of; its model must be that of `source`.
+        overrides: what the run will be composed of; its model must be that of `source`. A checkpoint of Megatron-LM
+            needs `checkpoint.trusted=true`, since its arguments are pickled.
 
     Returns:
         The new checkpoint, weights alone.
@@ -95,26 +99,18 @@ def import_(source: Path, target: Path, overrides: Sequence[str]) -> Path:
     config = compose.compose(overrides)
     refuse(checks.config_problems(config))
     _use_cpu()
-    from shardwright.parallel.mcore import shards, tensor_files
-    from shardwright.parallel.mcore.hf import mapping
-    from shardwright.parallel.mcore.hf.families import family_of
+    from shardwright.parallel.mcore import megatron_lm, shards, tensor_files
 
-    model = config.model
-    family = family_of(model)
-    if model.mtp_num_layers:
-        rule = f"{family.architecture} has no layers of multi-token prediction to import"
-        remedy = "import with model.mtp_num_layers=null model.mtp_loss_scaling_factor=null"
-        raise RefusedError([Problem(key="model.mtp_num_layers", value=model.mtp_num_layers, rule=rule, remedy=remedy)])
-    _refuse_other_model(source, family.config(model))
     final = checkpoint_store.step_folder(target, 0)
     if final.exists():
         raise RefusedError([Problem(key="TARGET", value=target, rule=f"it already holds {final.name}")])
+    megatron = megatron_lm.find(source)
+    weights = _of_transformers(source, config.model) if megatron is None else _of_megatron_lm(megatron, config)
     folder = checkpoint_store.begin(target, 0)
-    theirs = _Safetensors(source)
-    stacked = None if model.num_moe_experts else model.num_layers  # as megatron-core does where layers may differ
+    stacked = None if config.model.num_moe_experts else config.model.num_layers  # None where layers may differ
     with tensor_files.TensorWriter(folder, stacked, {"content_metadata": dict(shards.METADATA)}) as writer:
-        for row in mapping.rows_of(family.rows, model):
-            writer.write(row.megatron, row.kind.join([theirs.read(name) for name in row.hugging_face], model))
+        for name, tensor in weights:
+            writer.write(name, tensor)
     content = TrainerState().to_json(Layout(world_size=1), 0) | {
         "validation_loss": None,
         "time": now(),
@@ -122,6 +118,45 @@ def import_(source: Path, target: Path, overrides: Sequence[str]) -> Path:
         "versions": provenance.versions(),
     }
     return checkpoint_store.commit(folder, content, {}, config=compose.dump(config)).path
+
+
+def _of_transformers(source: Path, model: Model) -> Iterator[tuple[str, "torch.Tensor"]]:
+    """Our weights from a folder of transformers'; what can be refused is refused at once."""
+    from shardwright.parallel.mcore.hf import mapping
+    from shardwright.parallel.mcore.hf.families import family_of
+
+    family = family_of(model)
+    if model.mtp_num_layers:
+        rule = f"{family.architecture} has no layers of multi-token prediction to import"
+        remedy = "import with model.mtp_num_layers=null model.mtp_loss_scaling_factor=null"
+        raise RefusedError([Problem(key="model.mtp_num_layers", value=model.mtp_num_layers, rule=rule, remedy=remedy)])
+    _refuse_other_model(source, family.config(model))
+    theirs = _Safetensors(source)
+    rows = mapping.rows_of(family.rows, model)
+    return ((row.megatron, row.kind.join([theirs.read(name) for name in row.hugging_face], model)) for row in rows)
+
+
+def _of_megatron_lm(folder: Path, config: Config) -> Iterator[tuple[str, "torch.Tensor"]]:
+    """The weights of a checkpoint of Megatron-LM's; what can be refused is refused at once."""
+    from shardwright.parallel.mcore import megatron_lm, safe_load
+    from shardwright.parallel.mcore.hf.mapping import VOCABULARY
+
+    if not config.checkpoint.trusted:
+        rule = f"{folder.name} is a checkpoint of Megatron-LM, which says by pickled objects what model it holds"
+        remedy = "checkpoint.trusted=true reads them, by an allow-list, where you trust whoever wrote it"
+        raise RefusedError([Problem(key="checkpoint.trusted", value="false", rule=rule, remedy=remedy)])
+    with safe_load.refusing(folder):
+        typed = megatron_lm.arguments(folder)
+    refuse(
+        [
+            Problem(key=f"args.{name}", value=value, rule=f"the composed model has {own}")
+            for name, (value, own) in megatron_lm.differences(typed, config.model).items()
+        ]
+    )
+    return (
+        (name, VOCABULARY.join([tensor], config.model) if name in megatron_lm.VOCABULARY else tensor)
+        for name, tensor in megatron_lm.weights(folder, config.model)
+    )
 
 
 def _whole(path: Path, step: int | None) -> Path:

@@ -41,8 +41,18 @@ class TensorReader:
     """
 
     def __init__(self, folder: Path) -> None:
+        safe_load.harden()
         self._folder = folder
         self._metadata = safe_load.read_metadata(folder)
+
+    def entries(self) -> Mapping[str, TensorStorageMetadata | BytesStorageMetadata]:
+        """What the checkpoint holds, by the names of its files: layers may be stacked under one."""
+        entries: Mapping[str, TensorStorageMetadata | BytesStorageMetadata] = self._metadata.state_dict_metadata
+        return entries
+
+    def read_bytes(self, key: str) -> bytes:
+        """An entry that is no tensor, as it was pickled."""
+        return self._content(MetadataIndex(key))
 
     def read(self, name: str) -> torch.Tensor:
         """The whole tensor `name`, in the number format in which it was saved.
@@ -73,11 +83,16 @@ class TensorReader:
         return found[1] + found[3], int(found[2])
 
     def _chunk(self, key: str, chunk: ChunkStorageMetadata) -> torch.Tensor:
-        stored = self._metadata.storage_data[MetadataIndex(key, chunk.offsets)]
+        content = self._content(MetadataIndex(key, chunk.offsets))
+        data: torch.Tensor = torch.load(io.BytesIO(content), weights_only=True)
+        return data
+
+    def _content(self, index: MetadataIndex) -> bytes:
+        stored = self._metadata.storage_data[index]
         with (self._folder / stored.relative_path).open("rb") as file:
             file.seek(stored.offset)
-            data: torch.Tensor = torch.load(io.BytesIO(file.read(stored.length)), weights_only=True)
-        return data
+            content: bytes = file.read(stored.length)
+        return content
 
 
 class TensorWriter:
