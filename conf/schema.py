@@ -27,6 +27,7 @@ from shardwright.conf.choices import (
     MuonScaleMode,
     MuonTpMode,
     NonFinite,
+    OptimizerFormat,
     OptimizerKernel,
     OptimizerKind,
     PrecisionBackend,
@@ -313,6 +314,8 @@ class Checkpoint:
     """Save every this many steps; the last step is saved always. 0 saves at the end alone."""
     async_save: bool = key(resume="free")
     """Train on while another process writes; training waits for the copy to host memory alone."""
+    optimizer_format: OptimizerFormat = key(resume="free")
+    """How the optimizer's state is written: for every layout, or faster and for this one alone."""
     keep_last: int = key(resume="free")
     """Newest committed checkpoints that stay on disk; at least 1."""
     keep_every: int = key(resume="free")

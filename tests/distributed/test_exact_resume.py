@@ -17,6 +17,7 @@ BEFORE, AFTER = 3, 3
 DROPOUT = ["model.hidden_dropout=0.1", "model.attention_dropout=0.1"]
 PARALLEL = ["parallel.tp=2", "parallel.sp=true"]
 MIXTRAL = ["model=tiny_mixtral", "model.vocab_size=500", "model.hidden_dropout=0.1"]
+BUCKETS = "checkpoint.optimizer_format=dp_reshardable"
 CASES = {
     "fp32, dropout": [*TINY, *DROPOUT],
     "fp32, dropout, tensor and sequence parallel": [*TINY, *DROPOUT, *PARALLEL],
@@ -30,6 +31,12 @@ CASES = {
     "fp16, dropout": [*TINY, *DROPOUT, "precision=fp16"],
     "fp8 delayed, emulated": [*TINY, *DROPOUT, *PARALLEL, "precision=fp8_delayed", "precision.backend=emulated"],
     "fp8 current, emulated": [*TINY, *DROPOUT, "precision=fp8_current", "precision.backend=emulated"],
+    "buckets as they lie in memory": [*TINY, *DROPOUT, BUCKETS],
+    "buckets in bf16, experts over ranks": [*MIXTRAL, "parallel.ep=2", "precision=bf16", BUCKETS],
+    "buckets in bf16, interleaved stages": [
+        *(*TINY, "model.num_layers=4", "precision=bf16"),
+        *("parallel.pp=2", "parallel.vpp=2", BUCKETS),
+    ],
     "experts over ranks": [*MIXTRAL, "parallel.ep=2"],
     "experts, tensor parallel": [*MIXTRAL, *PARALLEL, "parallel.ep=2", "parallel.etp=1"],
     "experts with biases, latent attention, multi-token prediction": ["model=tiny_deepseek", "parallel.ep=2"],

@@ -124,6 +124,18 @@ def test_another_batch_size_takes_the_next_samples_and_none_twice(tmp_path: Path
     assert position.stream_index() == 22 == sum(BatchSizes.of(compose.compose([*RAMP]).data).steps(0, 7))
 
 
+# ---- layout ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_of_buckets_goes_on_in_its_layout_alone(tmp_path: Path) -> None:
+    path = ran(tmp_path / "run", (*MOCK, "cluster.ranks=2", "checkpoint.optimizer_format=dp_reshardable"), 7, 56)
+    go_on(path, "checkpoint.optimizer_format=fully_reshardable")
+    with pytest.raises(RefusedError) as caught:
+        resolve([f"run.dir={path}", "parallel.tp=2", "cluster.ranks=4"], None)
+    assert [problem.key for problem in caught.value.problems] == ["parallel.tp", "cluster.ranks"]
+    assert "save with checkpoint.optimizer_format=fully_reshardable" in str(caught.value)
+
+
 # ---- from another run ------------------------------------------------------------------------------------------------
 
 
