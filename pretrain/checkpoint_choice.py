@@ -8,9 +8,10 @@ chosen (`checkpoint_integrity`), and take the next of `fallbacks` where they dif
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwright.conf.choices import Fallback, ResumeMode
+from shardwright.conf.choices import Fallback, OptimizerFormat, ResumeMode
+from shardwright.conf.compose import differences, shown
 from shardwright.conf.problems import Problem, RefusedError
-from shardwright.conf.schema import Checkpoint
+from shardwright.conf.schema import Checkpoint, Config
 from shardwright.pretrain import checkpoint_trouble, trust
 from shardwright.pretrain.checkpoint_store import Committed, Damaged, damage, step_of, survey
 
@@ -69,6 +70,18 @@ def find(config: Checkpoint, root: Path) -> Choice:
         )
         raise RefusedError([problem])
     return _choose(config, [], [], root) if config.load_step is not None else Choice()
+
+
+def moved_buckets(checkpoint: Path, saved: Config, present: Config) -> list[Problem]:
+    """What stands against loading the optimizer's buckets, which fit the layout alone that wrote them."""
+    if saved.checkpoint.optimizer_format is not OptimizerFormat.dp_reshardable:
+        return []
+    moved = {each.key: shown(each.present) for each in differences(saved, present) if each.key.startswith("parallel.")}
+    if saved.world_size != present.world_size:
+        moved["cluster.ranks"] = str(present.world_size)
+    rule = f"the checkpoint {checkpoint} loads in the layout that wrote it alone (dp_reshardable)"
+    remedy = "first go on in it and save with checkpoint.optimizer_format=fully_reshardable"
+    return [Problem(key=key, value=value, rule=rule, remedy=remedy) for key, value in moved.items()]
 
 
 def _without_unloadable(

@@ -55,9 +55,9 @@ def export(
         RefusedError: there is no such checkpoint, no family for its model, or `target` exists.
         DamagedError: its content is not what was written.
     """
-    checkpoint = _whole(path, step)
+    checkpoint = whole(path, step)
     config = compose.load(checkpoint / checkpoint_store.CONFIG)
-    _use_cpu()
+    use_cpu()
     from shardwright.parallel.mcore.hf import mapping
     from shardwright.parallel.mcore.hf.families import family_of
     from shardwright.parallel.mcore.tensor_files import TensorReader
@@ -98,7 +98,7 @@ def import_(source: Path, target: Path, overrides: Sequence[str]) -> Path:
     """
     config = compose.compose(overrides)
     refuse(checks.config_problems(config))
-    _use_cpu()
+    use_cpu()
     from shardwright.parallel.mcore import megatron_lm, shards, tensor_files
 
     final = checkpoint_store.step_folder(target, 0)
@@ -159,8 +159,12 @@ def _of_megatron_lm(folder: Path, config: Config) -> Iterator[tuple[str, "torch.
     )
 
 
-def _whole(path: Path, step: int | None) -> Path:
-    """The checkpoint to export; every byte of it has been compared."""
+def whole(path: Path, step: int | None) -> Path:
+    """The checkpoint to export: of `step`, or the newest whole one; every byte of it has been compared.
+
+    Raises:
+        DamagedError: a byte differs.
+    """
     entry = checkpoint_report.choose(path, step)
     reasons = checkpoint_integrity.verify(Path(entry.path)).reasons
     if reasons:
@@ -168,7 +172,8 @@ def _whole(path: Path, step: int | None) -> Path:
     return Path(entry.path)
 
 
-def _use_cpu() -> None:
+def use_cpu() -> None:
+    """Let megatron-core be imported for the CPU, whatever the machine has."""
     from shardwright.parallel.mcore import environment
 
     environment.prepare("cpu")

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.conf import compose
-from shardwright.conf.choices import OptimizerFormat
 from shardwright.conf.compose import Difference
 from shardwright.conf.keys import ResumePolicy
 from shardwright.conf.problems import Problem, RefusedError, refuse
@@ -173,13 +172,7 @@ def _since(checkpoint: Committed, config: Config, folder: RunFolder) -> list[Dif
         fixed = [each for each in found if each.policy is ResumePolicy.refuse]
         said = f"the checkpoint {checkpoint.path} was written with"
         refuse([_refusal(each, said, "") for each in fixed if trained or each.key.startswith("model.")])
-    if saved.checkpoint.optimizer_format is OptimizerFormat.dp_reshardable:
-        moved = {each.key: compose.shown(each.present) for each in found if each.key.startswith("parallel.")}
-        if saved.world_size != config.world_size:
-            moved["cluster.ranks"] = str(config.world_size)
-        rule = f"the checkpoint {checkpoint.path} loads in the layout that wrote it alone (dp_reshardable)"
-        remedy = "first go on in it and save with checkpoint.optimizer_format=fully_reshardable"
-        refuse([Problem(key=key, value=value, rule=rule, remedy=remedy) for key, value in moved.items()])
+    refuse(checkpoint_choice.moved_buckets(checkpoint.path, saved, config))
     return found
 
 

@@ -6,12 +6,14 @@ and only its chunks are read, so that a model larger than memory can pass throug
 allow-list.
 """
 
+import hashlib
 import io
 import json
 import os
 import pickle
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
@@ -93,6 +95,41 @@ class TensorReader:
             file.seek(stored.offset)
             content: bytes = file.read(stored.length)
         return content
+
+
+def copy_pieces(source: Path, target: Path, num_files: int) -> dict[str, tuple[int, str]]:
+    """Copy every piece of a checkpoint as it is, into so many files of about equal size, in the order of their names.
+
+    Args:
+        source: a checkpoint whose content has been verified.
+        target: exists and is empty; gets the files and `.metadata`, synced.
+        num_files: fewer where there are fewer pieces.
+
+    Returns:
+        Bytes and SHA-256 of the files.
+    """
+    metadata = safe_load.read_metadata(source)
+    pieces = sorted(metadata.storage_data.items(), key=lambda item: (item[0].fqn, item[0].offset or ()))
+    share, places = sum(stored.length for _, stored in pieces) / num_files, {}
+    written: dict[str, tuple[int, str]] = {}
+    done, rest = 0, list(reversed(pieces))
+    while rest:
+        name, digest = f"__{len(written)}_0.distcp", hashlib.sha256()
+        with (target / name).open("wb") as file:
+            while rest and (file.tell() == 0 or done + rest[-1][1].length / 2 < share * (len(written) + 1)):
+                index, stored = rest.pop()
+                with (source / stored.relative_path).open("rb") as origin:
+                    origin.seek(stored.offset)
+                    content = origin.read(stored.length)
+                places[index] = replace(stored, relative_path=name, offset=file.tell())
+                digest.update(content)
+                file.write(content)
+                done += stored.length
+            file.flush()
+            os.fsync(file.fileno())
+            written[name] = (file.tell(), digest.hexdigest())
+    (target / ".metadata").write_bytes(pickle.dumps(replace(metadata, storage_data=places)))
+    return written
 
 
 class TensorWriter:
