@@ -152,7 +152,7 @@ def preflight(options: argparse.Namespace) -> int:
 
 
 def bench(options: argparse.Namespace) -> int:
-    """Measure the speed of the training step."""
+    """Measure the speed of the training step, or of saving."""
     from shardwright.pretrain import bench
 
     how = bench.Options(
@@ -163,6 +163,8 @@ def bench(options: argparse.Namespace) -> int:
         trace=str(Path(options.trace).absolute()) if options.trace else None,
         as_json=options.json,
     )
+    if options.what == "checkpoint":
+        return bench.bench_saving(options.overrides, how)
     return bench.bench_step(options.overrides, how, multirun=options.multirun)
 
 
@@ -357,7 +359,9 @@ exit codes: 0 fit, 2 refused, 5 not fit: a bad node, a missing one, a package th
 
 
 def _bench_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=["step"], help="the training step, on random tokens; starts its own ranks")
+    parser.add_argument(
+        "what", choices=["step", "checkpoint"], help="the training step, or saving, on random tokens and own ranks"
+    )
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="GROUP=CHOICE or section.key=value")
     parser.add_argument(
         "--against", choices=["bare"], help="compare with a bare megatron-core loop: ours, it, it, ours"
