@@ -287,6 +287,15 @@ class Fallback(Enum):
     """Tell what is damaged and do not start."""
 
 
+class OptimizerFormat(Enum):
+    """How a checkpoint holds the optimizer's state, by megatron-core's names."""
+
+    fully_reshardable = "fully_reshardable"
+    """By parameter: it loads in every layout. The data-parallel ranks gather it first."""
+    dp_reshardable = "dp_reshardable"
+    """As the buckets lie in memory: nothing is gathered, and it loads in the layout that wrote it alone."""
+
+
 class AttentionBackend(Enum):
     """Which kernel of Transformer Engine computes attention, by megatron-core's names."""
 

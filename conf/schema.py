@@ -27,6 +27,7 @@ from shardwright.conf.choices import (
     MuonScaleMode,
     MuonTpMode,
     NonFinite,
+    OptimizerFormat,
     OptimizerKernel,
     OptimizerKind,
     PrecisionBackend,
@@ -313,18 +314,25 @@ class Checkpoint:
     """Save every this many steps; the last step is saved always. 0 saves at the end alone."""
     async_save: bool = key(resume="free")
     """Train on while another process writes; training waits for the copy to host memory alone."""
+    optimizer_format: OptimizerFormat = key(resume="free")
+    """How the optimizer's state is written: for every layout, or faster and for this one alone."""
     keep_last: int = key(resume="free")
     """Newest committed checkpoints that stay on disk; at least 1."""
     keep_every: int = key(resume="free")
     """Checkpoints of steps that are multiples of this stay too; 0 keeps none for it."""
     keep_best: int = key(resume="free")
     """As many checkpoints with the lowest validation loss, of those saved right after an evaluation, stay too."""
+    keep_hours: float = key(resume="free")
+    """Checkpoints younger than so many hours stay too; 0 keeps none for it."""
     resume: ResumeMode = key(resume="free")
     """Continue from this run's own newest committed checkpoint."""
     load: str | None = key(resume="free")
     """Folder of another run, or of one checkpoint, that a run without own checkpoints starts from."""
     load_step: int | None = key(resume="free")
     """Load exactly this step instead of the newest."""
+    trusted: bool = key(resume="free")
+    """Take what `load` names also if it is foreign: if it has files of another user, or files that everybody may
+    change."""
     fallback: Fallback = key(resume="free")
     """What a damaged checkpoint leads to, where no step was asked for."""
 

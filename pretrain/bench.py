@@ -1,9 +1,11 @@
-"""`shardwright bench step`: how fast the training step is, and what our loop costs over a bare megatron-core loop.
+"""`shardwright bench step|checkpoint`: how fast a training step is, and what our loop costs over a bare one.
 
 The ranks are those of `train`: started by the same launcher, in a folder that is thrown away. They make warm-up steps,
 then timed ones, over random tokens, without evaluation and checkpoints (`bench_rank`). `--against bare` measures ours,
 bare, bare, ours, each in fresh processes: what drifts slowly (a GPU that grows warm, a neighbour) then stands on both
 sides of the ratio.
+
+`bench checkpoint` measures saving and verifying, and what the machine does with the same bytes (`bench_checkpoint`).
 
 This module decides what is measured and in which order, and starts it; `bench_report` makes numbers of it.
 """
@@ -22,7 +24,17 @@ from shardwright.conf import compose
 from shardwright.conf.choices import DataSource, LrDecayStyle, WeightDecayIncrStyle
 from shardwright.conf.problems import Problem, RefusedError, refuse
 from shardwright.conf.schema import Config
-from shardwright.pretrain import bench_report, checks, faults, machine, plan, ranks, sweep, terminal
+from shardwright.pretrain import (
+    bench_checkpoint,
+    bench_report,
+    checks,
+    faults,
+    machine,
+    plan,
+    ranks,
+    sweep,
+    terminal,
+)
 from shardwright.pretrain.bench_report import ORDER, Speed
 from shardwright.pretrain.folder import RunFolder
 from shardwright.pretrain.launch import defaults, launch
@@ -30,6 +42,7 @@ from shardwright.pretrain.machine import Machine
 from shardwright.pretrain.plan import Plan
 
 RANK_COMMAND = (sys.executable, "-P", "-m", "shardwright.pretrain.bench_rank")
+SAVE_COMMAND = (sys.executable, "-P", "-m", "shardwright.pretrain.bench_checkpoint")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +105,30 @@ def bench_step(overrides: Sequence[str], options: Options, *, multirun: bool = F
     elif multirun and not options.against:
         bench_report.show_points(seen)
     return next((code for _, code in seen if isinstance(code, int)), 0)
+
+
+def bench_saving(overrides: Sequence[str], options: Options) -> int:
+    """Measure saving and verifying against what the machine does without us, and print it; `options.steps` rounds.
+
+    Returns:
+        The exit code of the ranks.
+
+    Raises:
+        RefusedError: before the first rank.
+    """
+    found = machine.detect()
+    with tempfile.TemporaryDirectory(prefix="shardwright_bench_", dir=Path.cwd()) as temporary:
+        folder = RunFolder(Path(temporary) / "run")
+        planned = plan.make_plan(_resolve(overrides, folder, options, found))
+        told = {"steps": options.steps}
+        result = _run_ranks(planned, folder, "checkpoint", told, machine.device(planned.config, found), SAVE_COMMAND)
+    if isinstance(result, int):
+        return result
+    if options.as_json:
+        print(json.dumps(bench_checkpoint.as_json(planned, found, result["rounds"]), indent=2))
+    else:
+        bench_checkpoint.show(planned, result["rounds"])
+    return 0
 
 
 def _measure_all(planned: Plan, folder: RunFolder, options: Options, device: str, name: str) -> list[Speed] | int:
@@ -158,27 +195,37 @@ def measured(config: Config, folder: Path, num_steps: int) -> Config:
 
 def _measure(planned: Plan, folder: RunFolder, loop: str, options: Options, device: str) -> Speed | int:
     """Run one loop in ranks of its own; the exit code where they fail."""
+    told: dict[str, Any] = {"warmup": options.warmup, "steps": options.steps}
+    told["trace"] = options.trace if loop == "ours" else None
+    result = _run_ranks(planned, folder, loop, told, device, RANK_COMMAND)
+    return result if isinstance(result, int) else bench_report.speed_of(planned, loop, options.warmup, result)
+
+
+def _run_ranks(
+    planned: Plan, folder: RunFolder, what: str, told: dict[str, Any], device: str, command: tuple[str, ...]
+) -> dict[str, Any] | int:
+    """What rank 0 of a measurement wrote; the exit code where ranks fail."""
     folder.create()
     text = compose.dump(planned.config)
     with folder.lock() as lock:
         if not folder.config.exists():
             folder.freeze(text, [])
-        told: dict[str, Any] = {"launcher": "own", "device": device, "load": [], "loop": loop}
-        told |= {"warmup": options.warmup, "steps": options.steps, "trace": options.trace if loop == "ours" else None}
-        attempt, stops = folder.new_attempt(text, told), []
+        attempt = folder.new_attempt(text, {"launcher": "own", "device": device, "load": [], "loop": what, **told})
+        stops: list[bool] = []
         outcome = launch(
             attempt,
             world_size=planned.layout.world_size,
             added=defaults(os.environ),
             lock_fd=lock.fd,
             on_stop=lambda: stops.append(True),
-            command=RANK_COMMAND,
+            command=command,
         )
     if stops:
         raise KeyboardInterrupt
     if outcome.failure is not None:
         tail = faults.last_lines(attempt.log(outcome.failure.rank)) if outcome.failure.vanished else []
         words = outcome.failure.traceback or "\n".join(tail)
-        print(f"{loop}: rank {outcome.failure.rank} failed: {outcome.failure.error}\n{words}", file=sys.stderr)
+        print(f"{what}: rank {outcome.failure.rank} failed: {outcome.failure.error}\n{words}", file=sys.stderr)
         return outcome.exit_code
-    return bench_report.speed_of(planned, loop, options.warmup, json.loads((attempt.path / "result.json").read_text()))
+    content: dict[str, Any] = json.loads((attempt.path / "result.json").read_text())
+    return content

@@ -6,6 +6,8 @@ Without it the same is done in one go. Either way nothing counts before the rena
 since the checkpoint before, and that one is removed only after the commit.
 """
 
+import contextlib
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ import torch.distributed as dist
 from shardwright.parallel.mcore import shards
 from shardwright.parallel.mcore.engine import Engine
 from shardwright.parallel.mcore.shard_writer import ShardWriters
-from shardwright.pretrain import checkpoint_store, plan, provenance
+from shardwright.pretrain import checkpoint_store, plan, provenance, summary
 from shardwright.pretrain.events import EventLog, now
 from shardwright.pretrain.faults import TrainingFault
 from shardwright.pretrain.folder import Attempt, Fence
@@ -138,7 +140,7 @@ class Checkpoints:
 
     def _commit(self, pending: _Pending, began: float) -> None:
         step = pending.state.step
-        digests = self._completed(pending)
+        written = self._completed(pending)
         seconds: list[float] = [0.0] * dist.get_world_size()
         dist.all_gather_object(seconds, pending.writers.seconds, group=self._group)
 
@@ -151,7 +153,7 @@ class Checkpoints:
                 "versions": provenance.versions(),
             }
             config = self._attempt.config.read_text()
-            done = checkpoint_store.commit(pending.folder, content, digests, config=config)
+            done = checkpoint_store.commit(pending.folder, content, written, config=config)
             ended = time.monotonic()
             self._events.write(
                 "checkpoint",
@@ -163,25 +165,31 @@ class Checkpoints:
                 gather_seconds=round(pending.gather_seconds, 3),
                 write_seconds=round(max(seconds), 3),
                 commit_seconds=round(ended - began, 3),
-                files=len(digests),
+                files=len(written),
                 asynchronous=self._config.async_save,
             )
-            keep_last, keep_every, keep_best = self._config.keep_last, self._config.keep_every, self._config.keep_best
-            for path in checkpoint_store.retain(self._root, keep_last, keep_every=keep_every, keep_best=keep_best):
+            keep = self._config
+            for path in checkpoint_store.retain(
+                self._root,
+                keep.keep_last,
+                keep_every=keep.keep_every,
+                keep_best=keep.keep_best,
+                keep_hours=keep.keep_hours,
+            ):
                 self._events.write("checkpoint_removed", step, path=str(path))
 
         self._on_rank_0(commit, step)
         self.longest_seconds = max(self.longest_seconds, time.monotonic() - pending.began)
 
-    def _completed(self, pending: _Pending) -> dict[str, str]:
-        """Digests of the files of all ranks, once megatron-core has completed the folder."""
-        gathered: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
+    def _completed(self, pending: _Pending) -> dict[str, tuple[int, str]]:
+        """Bytes and digests of the files of all ranks, once megatron-core has completed the folder."""
+        gathered: list[dict[str, tuple[int, str]]] = [{} for _ in range(dist.get_world_size())]
         try:
             own = pending.writers.finish()
         except OSError as error:
             self._fail(pending.state.step, f"rank {self._rank}: {error}")
         dist.all_gather_object(gathered, own, group=self._group)
-        return {name: digest for part in gathered for name, digest in part.items()}
+        return {name: told for part in gathered for name, told in part.items()}
 
     def _on_rank_0[T](self, work: Callable[[], T], step: int) -> T:
         """Let rank 0 do something on disk; its result, or its failure, on all ranks. Collective: broadcast."""
@@ -200,4 +208,6 @@ class Checkpoints:
     def _fail(self, step: int, reason: str) -> None:
         whole = ", ".join(str(checkpoint.step) for checkpoint in checkpoint_store.committed(self._root)) or "none"
         text = f"the checkpoint of step {step} could not be written: {reason}; whole ones in {self._root}: {whole}"
+        with contextlib.suppress(OSError):
+            text += f"; {summary.size(shutil.disk_usage(self._root).free)} are free there"
         raise TrainingFault(text)

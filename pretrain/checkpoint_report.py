@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.conf.problems import Problem, RefusedError
-from shardwright.pretrain import checkpoint_integrity, checkpoint_store, summary
+from shardwright.pretrain import checkpoint_integrity, checkpoint_store, checkpoint_trouble, summary
 from shardwright.pretrain.faults import DAMAGED
 
 _LISTED_FILES = 20
@@ -28,9 +28,9 @@ class Entry:
     path: str
     step: int | None
     state: str
-    """whole (by names and sizes), damaged, superseded or unfinished."""
+    """whole (by names and sizes), damaged, unloadable (attempts died over it), superseded or unfinished."""
     reason: str | None
-    """What is damaged."""
+    """What is damaged, or how loading it failed."""
     loss: float | None
     validation_loss: float | None
     num_bytes: int
@@ -53,17 +53,20 @@ def entries(path: Path) -> list[Entry]:
         RefusedError: there is nothing that looks like a checkpoint.
     """
     if (path / checkpoint_store.MANIFEST).exists() or checkpoint_store.step_of(path) is not None:
-        return [_entry(path)]
+        return [_entry(path, checkpoint_trouble.unloadable(path.parent).get(path))]
     for root in (path / "checkpoints", path):
         folders = [folder for folder in root.glob("*step_*") if folder.is_dir()] if root.is_dir() else []
         if folders:
-            return sorted(map(_entry, folders), key=lambda entry: (entry.step or 0, entry.name))
+            reasons = checkpoint_trouble.unloadable(root)
+            found = [_entry(folder, reasons.get(folder)) for folder in folders]
+            return sorted(found, key=lambda entry: (entry.step or 0, entry.name))
     what = "holds no checkpoint" if path.is_dir() else "is not there"
     remedy = "name a run's folder, its checkpoints' folder or one checkpoint"
     raise RefusedError([Problem(key="PATH", value=path, rule=what, remedy=remedy)])
 
 
-def _entry(path: Path) -> Entry:
+def _entry(path: Path, unloadable: str | None) -> Entry:
+    """One checkpoint; `unloadable` is how loading it failed."""
     named = checkpoint_store.step_of(path.with_name("step_" + path.name.rpartition("step_")[2]))
     unfinished = path.name.startswith(".")
     reason = None if unfinished else checkpoint_store.damage(path)
@@ -75,6 +78,8 @@ def _entry(path: Path) -> Entry:
         state = "unfinished"
     elif reason:
         state = "damaged"
+    elif unloadable:
+        state, reason = "unloadable", unloadable
     else:
         state = "whole" if path.name.startswith("step_") else "superseded"
     written = datetime.fromisoformat(told["time"]).timestamp() if told.get("time") else path.stat().st_mtime

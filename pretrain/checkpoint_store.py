@@ -14,8 +14,10 @@ import hashlib
 import json
 import re
 import shutil
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ from shardwright.pretrain.folder import write_atomic
 MANIFEST, MARKER, TRAINER, CONFIG = "manifest.json", "COMMITTED", "trainer.json", "config.yaml"
 FORMAT_VERSION = 2
 """Of the manifest: 1 had no digest of it in the marker."""
+SEEN_SECONDS = 60.0
+"""So long a file that another machine has written may take to be seen here: NFS keeps listings for that long."""
 _STEP_FOLDER = re.compile(r"step_(\d{8,})")
 _TEMPORARY, _REMOVED = ".writing_", ".removing_"
 
@@ -150,26 +154,36 @@ def begin(root: Path, step: int) -> Path:
 
 
 def commit(
-    temporary: Path, trainer_state: Mapping[str, Any], digests: Mapping[str, str], *, config: str = ""
+    temporary: Path,
+    trainer_state: Mapping[str, Any],
+    written: Mapping[str, tuple[int, str]],
+    *,
+    config: str = "",
+    seen_seconds: float = SEEN_SECONDS,
 ) -> Committed:
     """Write trainer state, manifest and marker into `temporary`, sync all, and make it the step's checkpoint.
 
     Args:
         temporary: folder from `begin`, with all shards written.
         trainer_state: JSON-able; its "step" names the checkpoint.
-        digests: SHA-256 of the files whose writers computed it and have synced them; the others, small ones, are
-            synced and digested here.
+        written: bytes and SHA-256 of the files whose writers know them and have synced them; the others, small ones,
+            are synced and digested here.
         config: the configuration of the attempt, as YAML.
+        seen_seconds: how long to wait until this machine sees what others have written.
+
+    Raises:
+        OSError: the disk is full or cannot be written, or a file of `written` is not to be seen here as it was written.
     """
     root, step = temporary.parent, int(trainer_state["step"])
+    _wait_to_see(temporary, written, seen_seconds)
     write_atomic(temporary / TRAINER, json.dumps(trainer_state, indent=1))
     write_atomic(temporary / CONFIG, config)
     entries = {}
     for name in files(temporary):
-        if name not in digests:
+        if name not in written:
             flush(temporary / name)
-        digest = digests.get(name) or sha256(temporary / name)
-        entries[name] = {"bytes": (temporary / name).stat().st_size, "sha256": digest}
+        size, digest = written.get(name) or ((temporary / name).stat().st_size, sha256(temporary / name))
+        entries[name] = {"bytes": size, "sha256": digest}
     text = json.dumps({"format_version": FORMAT_VERSION, "step": step, "files": entries}, indent=1)
     write_atomic(temporary / MANIFEST, text)
     write_atomic(temporary / MARKER, _marker(step, text.encode()).decode())
@@ -183,7 +197,20 @@ def commit(
     return Committed(step, final)
 
 
-def retain(root: Path, keep_last: int, *, keep_every: int = 0, keep_best: int = 0) -> list[Path]:
+def _wait_to_see(folder: Path, written: Mapping[str, tuple[int, str]], seconds: float) -> None:
+    """Return when all files are there in full size: a manifest that lacked one would make the checkpoint worthless."""
+    deadline = time.monotonic() + seconds
+    for name, (size, _) in written.items():
+        while not (folder / name).exists() or (folder / name).stat().st_size != size:
+            if time.monotonic() >= deadline:
+                raise OSError(f"{name} was written, and {seconds:g} s later its {size} bytes are not to be seen here")
+            files(folder)  # reading the folder makes a network file system look anew
+            time.sleep(0.1)
+
+
+def retain(
+    root: Path, keep_last: int, *, keep_every: int = 0, keep_best: int = 0, keep_hours: float = 0.0
+) -> list[Path]:
     """Remove whole checkpoints but those that one of the rules keeps; returns what was removed.
 
     Args:
@@ -191,16 +218,23 @@ def retain(root: Path, keep_last: int, *, keep_every: int = 0, keep_best: int = 
         keep_last: the newest ones that stay, at least 1: so one always does.
         keep_every: those of steps that are multiples of this stay too; 0 keeps none for it.
         keep_best: as many with the lowest validation loss stay too; one saved without an evaluation has none.
+        keep_hours: those that were written in the last so many hours stay too.
     """
     assert keep_last >= 1
-    whole = committed(root)
+    whole, since = committed(root), time.time() - 3600 * keep_hours
     stay = {checkpoint.step for checkpoint in whole[-keep_last:]}
     stay |= {checkpoint.step for checkpoint in whole if keep_every and checkpoint.step % keep_every == 0}
     stay |= set(_best(whole)[:keep_best])
+    stay |= {checkpoint.step for checkpoint in whole if keep_hours and _written_at(checkpoint) >= since}
     old = [checkpoint.path for checkpoint in whole if checkpoint.step not in stay]
     for path in old:
         _remove(path)
     return old
+
+
+def _written_at(checkpoint: Committed) -> float:
+    """Seconds since the epoch, by what was written into it: copies keep their age."""
+    return datetime.fromisoformat(trainer(checkpoint.path)["time"]).timestamp()
 
 
 def _best(checkpoints: Collection[Committed]) -> list[int]:

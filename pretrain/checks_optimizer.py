@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from shardwright.conf.choices import DType, OptimizerKernel, OptimizerKind, StateDType
+from shardwright.conf.choices import DType, OptimizerFormat, OptimizerKernel, OptimizerKind, StateDType
 from shardwright.conf.problems import Problem
 from shardwright.conf.schema import Config
 from shardwright.pretrain import machine as machines
@@ -46,6 +46,14 @@ def muon_trains_in_bf16(config: Config) -> Iterator[Problem]:
     if config.optimizer.optimizer is OptimizerKind.muon and dtype is not DType.bf16:
         rule = f"megatron-core shards Muon in bf16 alone, and precision.dtype={dtype.name}"
         yield Problem(key="optimizer.optimizer", value="muon", rule=rule, remedy="precision=bf16 works")
+
+
+def buckets_are_adams(config: Config) -> Iterator[Problem]:
+    # megatron-core 0.19.2, distrib_optimizer.py, `optimizer_state_keys`: a bucket holds Adam's moments
+    kind, key = config.optimizer.optimizer, "checkpoint.optimizer_format"
+    if config.checkpoint.optimizer_format is OptimizerFormat.dp_reshardable and kind is not OptimizerKind.adam:
+        rule = f"buckets hold the state of Adam alone, and optimizer.optimizer={kind.name}"
+        yield Problem(key=key, value="dp_reshardable", rule=rule, remedy=f"{key}=fully_reshardable works")
 
 
 def overrides_say_something(config: Config) -> Iterator[Problem]:

@@ -152,7 +152,7 @@ def preflight(options: argparse.Namespace) -> int:
 
 
 def bench(options: argparse.Namespace) -> int:
-    """Measure the speed of the training step."""
+    """Measure the speed of the training step, or of saving."""
     from shardwright.pretrain import bench
 
     how = bench.Options(
@@ -163,15 +163,17 @@ def bench(options: argparse.Namespace) -> int:
         trace=str(Path(options.trace).absolute()) if options.trace else None,
         as_json=options.json,
     )
+    if options.what == "checkpoint":
+        return bench.bench_saving(options.overrides, how)
     return bench.bench_step(options.overrides, how, multirun=options.multirun)
 
 
 def checkpoint(options: argparse.Namespace) -> int:
-    """Look at checkpoints without loading them, or exchange their weights with Hugging Face."""
+    """Look at checkpoints without loading them, cut them anew, or exchange their weights with others."""
     from shardwright.pretrain import checkpoint_report as report
 
     path = Path(options.path)
-    if options.what in ("export", "import"):
+    if options.what in ("export", "import", "reshard"):
         return _exchange(options, path)
     refuse(_too_many(options.rest))
     if options.what == "list":
@@ -181,7 +183,7 @@ def checkpoint(options: argparse.Namespace) -> int:
 
 
 def _exchange(options: argparse.Namespace, path: Path) -> int:
-    from shardwright.pretrain import checkpoint_exchange
+    from shardwright.pretrain import checkpoint_exchange, checkpoint_reshard
     from shardwright.pretrain.faults import DamagedError
 
     if not options.rest:
@@ -192,8 +194,11 @@ def _exchange(options: argparse.Namespace, path: Path) -> int:
     if options.what == "import":
         print(f"{path} -> {checkpoint_exchange.import_(path, Path(target), overrides)}")
         return 0
-    refuse(_too_many(overrides))
     try:
+        if options.what == "reshard":
+            print(f"{path} -> {checkpoint_reshard.reshard(path, Path(target), options.step, overrides)}")
+            return 0
+        refuse(_too_many(overrides))
         print(f"{checkpoint_exchange.export(path, Path(target), options.step)} -> {target}")
     except DamagedError as error:
         print(error, file=sys.stderr)
@@ -354,7 +359,9 @@ exit codes: 0 fit, 2 refused, 5 not fit: a bad node, a missing one, a package th
 
 
 def _bench_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=["step"], help="the training step, on random tokens; starts its own ranks")
+    parser.add_argument(
+        "what", choices=["step", "checkpoint"], help="the training step, or saving, on random tokens and own ranks"
+    )
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDES", help="GROUP=CHOICE or section.key=value")
     parser.add_argument(
         "--against", choices=["bare"], help="compare with a bare megatron-core loop: ours, it, it, ours"
@@ -376,14 +383,19 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
 
 def _checkpoint_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "what", choices=["list", "inspect", "verify", "export", "import"], help="verify digests every byte"
+        "what",
+        choices=["list", "inspect", "verify", "reshard", "export", "import"],
+        help="verify digests every byte, reshard cuts into files for another layout",
     )
     parser.add_argument("path", metavar="PATH", help="a run's folder, its checkpoints' folder, or one checkpoint")
-    parser.add_argument("rest", nargs="*", metavar="TARGET", help="export, import: new folder; import: also OVERRIDES")
-    parser.add_argument("--step", type=int, metavar="N", help="inspect, verify or export this step alone")
+    parser.add_argument("rest", nargs="*", metavar="TARGET", help="reshard, export, import: new folder, and OVERRIDES")
+    parser.add_argument("--step", type=int, metavar="N", help="inspect, verify, reshard or export this step alone")
     parser.add_argument("--json", action="store_true", help="print all that is known as JSON")
     parser.epilog = """\
-to and from Hugging Face's safetensors, on one process:
+in files for another layout, whose rules are judged here (every layout loads it as it is, too):
+  shardwright checkpoint reshard RUN NEW_FOLDER parallel.tp=4 cluster.ranks=16
+
+to and from Hugging Face's safetensors, and from Megatron-LM with checkpoint.trusted=true:
   shardwright checkpoint export RUN NEW_FOLDER
   shardwright checkpoint import THEIR_FOLDER NEW_FOLDER model=llama3_1b precision=bf16
   shardwright train checkpoint.load=NEW_FOLDER model=llama3_1b ...
@@ -452,7 +464,7 @@ COMMANDS = {
         "Say whether this machine, or every node of a job step, is fit to train.", _preflight_options, preflight
     ),
     "bench": Command("Measure the speed of the training step, also against bare megatron-core.", _bench_options, bench),
-    "checkpoint": Command("List, inspect, verify, export or import checkpoints.", _checkpoint_options, checkpoint),
+    "checkpoint": Command("List, verify, reshard, export, import checkpoints.", _checkpoint_options, checkpoint),
     "completion": Command("Print the completion script of a shell.", _completion_options, completion),
 }
 """All commands, in the order of `--help`."""

@@ -147,7 +147,7 @@ def _add(story: AttemptStory, row: Row) -> None:
         story.start_step = row["step"]
         _spend(story, "starting", _seconds(story.first, row["time"]))
     elif kind == "checkpoint":
-        _spend(story, "saving", data["seconds"])
+        _spend(story, "saving", data["stall_seconds"])  # the rest of its seconds is beside training
     elif kind == "fault":
         story.end = f"rank {data['rank']} on {data['host']}: {data['error']}"
     elif kind == "end" and data["state"] != "failed":

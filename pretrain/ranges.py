@@ -56,7 +56,7 @@ RANGES = (
             "data": "num_workers",
             "optimizer": "min_lr weight_decay clip_grad",
             "schedule": "lr_warmup_iters lr_warmup_samples end_weight_decay eval_interval eval_iters",
-            "checkpoint": "save_interval load_step keep_every keep_best",
+            "checkpoint": "save_interval load_step keep_every keep_best keep_hours",
             "execution": "cpu_offloading_num_layers gc_interval",
             "resilience": "start_timeout_seconds data_timeout_seconds load_timeout_seconds first_step_timeout_seconds "
             "step_timeout_seconds evaluation_timeout_seconds save_timeout_seconds max_requeues exit_before",

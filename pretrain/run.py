@@ -23,7 +23,7 @@ from shardwright.data.sampler import DataPosition, samples_needed
 from shardwright.data.source import Source
 from shardwright.parallel.layout import Layout
 from shardwright.parallel.mcore import environment as mcore_environment
-from shardwright.pretrain import checkpoint_integrity, checkpoint_store
+from shardwright.pretrain import checkpoint_integrity, checkpoint_store, checkpoint_trouble
 from shardwright.pretrain.faults import STOPPED, DamagedError
 from shardwright.pretrain.heartbeat import FORWARD_AND_BACKWARD, collective_timeout_seconds
 from shardwright.pretrain.plan import make_plan
@@ -103,7 +103,7 @@ def assemble(context: RankContext) -> tuple["Loop", TrainerState]:
     context.phase("building the model")
     engine = Engine(config, plan.layout, groups, device, env.rank, plan.padded_vocab_size)
     if load is not None:
-        context.phase("loading the checkpoint")
+        context.phase(checkpoint_trouble.LOADING)
         shards.load(engine, load, with_rng=TrainerState.read_layout(load) == plan.layout)
 
     if config.execution.gc_interval:  # from here on the loop collects

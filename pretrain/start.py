@@ -20,12 +20,15 @@ from shardwright.conf.compose import Difference
 from shardwright.conf.keys import ResumePolicy
 from shardwright.conf.problems import Problem, RefusedError, refuse
 from shardwright.conf.schema import Config
-from shardwright.pretrain import checkpoint_choice, checks, machine, provenance, ranks
+from shardwright.pretrain import checkpoint_choice, checkpoint_store, checks, machine, provenance, ranks
 from shardwright.pretrain.checkpoint_choice import Choice
 from shardwright.pretrain.checkpoint_store import Committed
 from shardwright.pretrain.folder import Attempt, RunFolder, write_atomic
 from shardwright.pretrain.machine import Machine
 from shardwright.pretrain.ranks import RankEnvironment
+
+_OF_EVERY_START = ("run.name", "run.dir", "checkpoint.load", "checkpoint.load_step")
+"""They say where a run lives and what it begins from: no difference to what wrote a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +39,8 @@ class Start:
     folder: RunFolder
     differences: list[Difference]
     """Keys in which it differs from the frozen configuration."""
+    since_checkpoint: list[Difference]
+    """Further keys in which it differs from the configuration that wrote the checkpoint."""
     choice: Choice
     """Checkpoint to continue from, and what to take if its content is damaged."""
     machine: Machine
@@ -80,8 +85,11 @@ def resolve(overrides: Sequence[str], environment: RankEnvironment | None) -> St
     if folder.config.exists():
         config, differences = resumed(config, folder, overrides)
     problems = rules(config)
+    since_checkpoint: list[Difference] = []
     try:
         choice = checkpoint_choice.find(config.checkpoint, folder.checkpoints)
+        if choice.load is not None:
+            since_checkpoint = _since(choice.load, config, folder)
     except RefusedError as error:
         problems += error.problems
     refuse(problems)
@@ -90,6 +98,7 @@ def resolve(overrides: Sequence[str], environment: RankEnvironment | None) -> St
         config=config,
         folder=folder,
         differences=differences,
+        since_checkpoint=[found for found in since_checkpoint if found not in differences],
         choice=choice,
         machine=found,
         finished=done and folder.status().get("state") == "done",
@@ -144,17 +153,36 @@ def resumed(composed: Config, folder: RunFolder, overrides: Sequence[str]) -> tu
     same_folder = compose.override("run.dir", str(folder.path))
     present = compose.compose([*merge_overrides(folder.saved_overrides(), overrides), same_folder])
     differences = compose.differences(frozen, present)
-    refuse([_refusal(difference, folder) for difference in differences if difference.policy is ResumePolicy.refuse])
+    said, otherwise = f"the run in {folder.path} was started with", ", another run.dir starts a new run"
+    refuse([_refusal(each, said, otherwise) for each in differences if each.policy is ResumePolicy.refuse])
     return present, differences
 
 
-def _refusal(difference: Difference, folder: RunFolder) -> Problem:
+def _since(checkpoint: Committed, config: Config, folder: RunFolder) -> list[Difference]:
+    """Where a start differs from the configuration that wrote the checkpoint.
+
+    Raises:
+        RefusedError: in what may not change. Of another run's checkpoint that nothing was trained for (an imported one)
+            this is the model alone.
+    """
+    saved = compose.load(checkpoint.path / checkpoint_store.CONFIG)
+    found = [each for each in compose.differences(saved, config) if each.key not in _OF_EVERY_START]
+    if checkpoint.path.parent != folder.checkpoints:  # what a run's own may not change stands in its frozen file
+        trained = checkpoint_store.trainer(checkpoint.path)["consumed_samples"] > 0
+        fixed = [each for each in found if each.policy is ResumePolicy.refuse]
+        said = f"the checkpoint {checkpoint.path} was written with"
+        refuse([_refusal(each, said, "") for each in fixed if trained or each.key.startswith("model.")])
+    refuse(checkpoint_choice.moved_buckets(checkpoint.path, saved, config))
+    return found
+
+
+def _refusal(difference: Difference, said: str, otherwise: str) -> Problem:
     saved = compose.shown(difference.saved)
     return Problem(
         key=difference.key,
         value=compose.shown(difference.present),
-        rule=f"the run in {folder.path} was started with {saved}, which cannot change",
-        remedy=f"{difference.key}={saved} continues it, another run.dir starts a new run",
+        rule=f"{said} {saved}, which cannot change",
+        remedy=f"{difference.key}={saved} continues it{otherwise}",
     )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import NoReturn, TextIO
 
 from shardwright.conf import compose
+from shardwright.conf.compose import Difference
 from shardwright.conf.keys import ResumePolicy
 from shardwright.conf.problems import Problem, RefusedError
 from shardwright.pretrain import faults, guard, plan, plan_table, rank, ranks, summary, terminal
@@ -187,13 +188,23 @@ def _display(start: Start, output: TextIO | None = None) -> Display:
         log_interval=start.config.telemetry.log_interval,
         changes={difference.key: compose.shown(difference.present) for difference in start.differences},
     )
-    facts = []
-    for difference in start.differences:
-        change = f"{compose.shown(difference.saved)} -> {compose.shown(difference.present)}"
-        facts.append((difference.key, f"{change}{' (results change)' * (difference.policy is ResumePolicy.warn)}"))
-    if facts:
-        display.table(f"changed against {start.folder.config}", facts, "yellow")
+    if start.differences:
+        display.table(f"changed against {start.folder.config}", _changes(start.differences), "yellow")
+    if start.since_checkpoint:
+        assert start.load is not None
+        display.table(f"changed since {start.load.path} was written", _changes(start.since_checkpoint), "yellow")
     return display
+
+
+def _changes(differences: Sequence[Difference]) -> summary.Facts:
+    return [
+        (
+            difference.key,
+            f"{compose.shown(difference.saved)} -> {compose.shown(difference.present)}"
+            f"{' (results change)' * (difference.policy is ResumePolicy.warn)}",
+        )
+        for difference in differences
+    ]
 
 
 def _explain(start: Start, environment: RankEnvironment | None) -> None:

@@ -13,7 +13,7 @@ import difflib
 import fnmatch
 import importlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -201,21 +201,29 @@ def _kind_of(group: dict[str, Any]) -> tuple[str, float, float]:
 
 
 def _kinds_of_groups(saved: Any) -> set[tuple[str, float, float]]:
+    return {_kind_of(group) for group in _saved_groups(saved)}
+
+
+def _saved_groups(saved: Any) -> Iterator[dict[str, Any]]:
     """The groups anywhere in what a chained or single optimizer saved."""
-    if not isinstance(saved, dict | list):
-        return set()
-    groups = saved.get("param_groups", ()) if isinstance(saved, dict) else ()
-    below = saved.values() if isinstance(saved, dict) else saved
-    return {_kind_of(group) for group in groups}.union(*(_kinds_of_groups(inner) for inner in below))
+    if isinstance(saved, dict):
+        yield from saved.get("param_groups", ())
+    for inner in saved.values() if isinstance(saved, dict) else saved if isinstance(saved, list) else ():
+        yield from _saved_groups(inner)
 
 
 def load_state(optimizer: Any, state: dict[str, Any]) -> None:
     """Load tensors and step; what the configuration says of a group (betas, momentum) stays, whoever saved the state.
 
     megatron-core would take all of a saved group: the configuration's new betas would not be used, and a group that
-    another kernel saved would lack what this one's reads. Every rank calls it.
+    another kernel saved would lack what this one's reads. And it knows a group by its peak and least learning rate
+    among others, so it would not find any after a change of these. Every rank calls it.
+
+    Source: megatron-core 0.19.2, optimizer.py:139, `param_group_identifier_keys`.
     """
     configured = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    for group in _saved_groups(state):
+        group.update({key: configured[0][key] for key in ("max_lr", "min_lr") if key in group and configured})
     optimizer.load_state_dict(state)
     for group, own in zip(optimizer.param_groups, configured, strict=True):
         step = {"step": group["step"]} if "step" in group else {}

@@ -3,6 +3,8 @@
 torch's distributed checkpoint unpickles its `.metadata` (filesystem.py, `FileSystemReader.read_metadata`) and every
 byte entry (default_planner.py, `load_bytes`) without restriction, and megatron-core reads its common state through the
 same path. `harden` replaces the first by an unpickler with a narrow allow-list and the second by `weights_only=True`.
+Importing megatron-core lets `weights_only` load a list of further classes, what Megatron-LM's checkpoints hold of their
+arguments; ours need none of these, so `harden` takes them back.
 """
 
 import contextlib
@@ -102,5 +104,6 @@ def harden() -> None:
     restricted.__dict__.update(pickle.__dict__)
     restricted.__dict__["load"] = lambda file, **_: MetadataUnpickler(file).load()
     filesystem.pickle = restricted  # type: ignore[attr-defined]
+    torch.serialization.clear_safe_globals()
     torch.serialization.add_safe_globals([io.BytesIO])
     default_planner.DefaultLoadPlanner.load_bytes = _load_bytes  # type: ignore[method-assign]

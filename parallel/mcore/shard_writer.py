@@ -31,6 +31,8 @@ _CHUNK_BYTES = 1 << 22
 """Digested and written in turns, so that the second finds them in the processor's cache."""
 _STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
 """They ask the rank to save and stop; who is writing for it goes on."""
+SEEN_SECONDS = 60.0
+"""How long a folder that rank 0 has made may take to be seen by a rank on another machine."""
 NICENESS = 5
 """Training comes first where writers compete with it for cores."""
 
@@ -40,6 +42,7 @@ class Written:
     """What one writer left."""
 
     name: str
+    num_bytes: int
     sha256: str
     results: list[Any]
     """torch's: where in the file each tensor lies."""
@@ -142,11 +145,11 @@ class ShardWriters:
         """How long the slowest file took: writing, digesting and syncing."""
         return max((each.seconds for each in self._written), default=0.0)
 
-    def finish(self) -> dict[str, str]:
+    def finish(self) -> dict[str, tuple[int, str]]:
         """Let megatron-core complete the checkpoint's folder, after all writers of all ranks have ended well.
 
         Returns:
-            SHA-256 of this rank's files.
+            Bytes and SHA-256 of this rank's files.
 
         Collective: every rank calls it.
         """
@@ -154,7 +157,7 @@ class ShardWriters:
         self._results.by_writer.update(enumerate(each.results for each in self._written))
         for complete in self._request.finalize_fns:
             complete()
-        return {each.name: each.sha256 for each in self._written}
+        return {each.name: (each.num_bytes, each.sha256) for each in self._written}
 
     def _collect(self, process: int, flags: int) -> None:
         ended, status = os.waitpid(process, flags)
@@ -168,7 +171,15 @@ class ShardWriters:
             self._written.append(pickle.loads(content))  # of our own fork, never of a file
         else:
             error = f"its writer ended with {os.waitstatus_to_exitcode(status)}"
-            self._written.append(Written(name, "", [], 0.0, error))
+            self._written.append(Written(name, 0, "", [], 0.0, error))
+
+
+def _open_soon(path: Path) -> BinaryIO:
+    """A new file; its folder, which rank 0 has made, may be seen late on another machine."""
+    deadline = time.monotonic() + SEEN_SECONDS
+    while not path.parent.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return path.open("wb")
 
 
 def _write(bucket: Any, transforms: Any, shared: int) -> None:
@@ -179,19 +190,19 @@ def _write(bucket: Any, transforms: Any, shared: int) -> None:
     os.nice(NICENESS)
     started = time.monotonic()
     path, name, (objects, tensors) = bucket
-    results, digest, error = [], "", None
+    results, digest, num_bytes, error = [], "", 0, None
     stream: Any = None
     try:
-        with Path(path).open("wb") as file:
+        with _open_soon(Path(path)) as file:
             stream = _Digested(file)
             for item, data in (*objects, *tensors):
                 results.append(_write_item(transforms, stream, data, item, name, SerializationFormat.TORCH_SAVE))
             file.flush()
             os.fsync(file.fileno())
-            digest = stream.hexdigest()
+            digest, num_bytes = stream.hexdigest(), file.tell()
     except Exception as failure:
         traceback.print_exc()
         error = str((stream and stream.error) or failure)
-    written = Written(name, digest, results, time.monotonic() - started, error)
+    written = Written(name, num_bytes, digest, results, time.monotonic() - started, error)
     with os.fdopen(shared, "wb") as left:
         left.write(pickle.dumps(written))

@@ -1,7 +1,7 @@
 """The bytes of a checkpoint: sharded weights, optimizer state and RNG through megatron-core's dist_checkpointing.
 
 Policy (folders, commit, retention, what to resume from) lives in `pretrain/checkpoint.py`; here is only what needs
-megatron-core. The optimizer's format is `fully_reshardable`, which loads in any other layout.
+megatron-core. The optimizer's format is written into the checkpoint, and a load goes by what is written there.
 """
 
 import os
@@ -18,6 +18,8 @@ from megatron.core.dist_checkpointing.serialization import load_common_state_dic
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
+from shardwright.conf.choices import OptimizerFormat
+from shardwright.conf.problems import Problem, RefusedError
 from shardwright.parallel.mcore import optimizers, safe_load
 from shardwright.parallel.mcore.engine import Engine
 from shardwright.parallel.mcore.shard_writer import ShardWriters
@@ -25,14 +27,20 @@ from shardwright.parallel.mcore.shard_writer import ShardWriters
 MAX_FILES, FILE_BYTES = 4, 1 << 30
 """A rank writes a file for each of so many bytes that fall to it, all at once, but no more files than this."""
 
-METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+
+def metadata_of(optimizer_format: OptimizerFormat) -> dict[str, Any]:
+    """What megatron-core is told of the format, at saving and at loading, and what stands in the checkpoint."""
+    return {"distrib_optim_sharding_type": optimizer_format.value, "chained_optim_avoid_prefix": True}
 
 
-def save(engine: Engine, folder: Path) -> dict[str, str]:
+METADATA = metadata_of(OptimizerFormat.fully_reshardable)
+
+
+def save(engine: Engine, folder: Path) -> dict[str, tuple[int, str]]:
     """Write this rank's shards into `folder`, which exists and is empty.
 
     Returns:
-        SHA-256 of this rank's files.
+        Bytes and SHA-256 of this rank's files.
 
     Raises:
         OSError: a file of this rank could not be written.
@@ -56,12 +64,13 @@ def begin_save(engine: Engine, folder: Path) -> ShardWriters:
     engine.gather_parameters()
     strategy = TorchDistSaveShardedStrategy(thread_count=_num_files(engine))
     parallel = FullyParallelSaveStrategyWrapper(strategy, engine.groups.dp_cp)
+    metadata = metadata_of(engine.config.checkpoint.optimizer_format)
     return ShardWriters(
         lambda: dist_checkpointing.save(
-            _sharded_state(engine, is_loading=False, with_rng=True),
+            _sharded_state(engine, metadata, is_loading=False, with_rng=True),
             str(folder),
             sharded_strategy=parallel,
-            content_metadata=dict(METADATA),
+            content_metadata=metadata,
             async_sharded_save=True,
             async_strategy="mcore",
         )
@@ -87,7 +96,8 @@ def load(engine: Engine, folder: Path, *, with_rng: bool) -> None:
         with_rng: restore every rank's RNG; only for the layout that saved it.
 
     Raises:
-        RefusedError: another optimizer wrote it, or other parameter groups; it imports what none needs.
+        RefusedError: another optimizer wrote it, or other parameter groups; it imports what none needs; it loads in the
+            layout that wrote it alone, and this is another one.
 
     Collective: every rank calls it.
     """
@@ -95,11 +105,14 @@ def load(engine: Engine, folder: Path, *, with_rng: bool) -> None:
     with safe_load.refusing(folder):
         safe_load.read_metadata(folder)  # torch would say of a refusal that there is no metadata
         common = load_common_state_dict(str(folder))
-    wanted = _sharded_state(engine, is_loading=True, with_rng=with_rng)
+    if "optimizer" in common and _holds_buckets(common) and not with_rng:
+        rule = f"{folder} holds the optimizer's buckets of another layout (dp_reshardable)"
+        raise RefusedError([Problem(key="parallel", rule=rule, remedy="go on in the layout that wrote it")])
+    wanted = _sharded_state(engine, common["content_metadata"], is_loading=True, with_rng=with_rng)
     names = _chunk_names(engine)
-    if "optimizer" in common:
+    if "optimizer" in common and not _holds_buckets(common):  # of these the groups are not known yet
         optimizers.refuse_foreign_state(engine.config, engine.optimizer, common["optimizer"])
-    else:
+    elif "optimizer" not in common:
         wanted = {name: wanted[name] for name in names}
     with safe_load.refusing(folder):
         without = {name: _leave_out_missing_fp8_state(wanted[name], folder) for name in names}
@@ -116,12 +129,17 @@ def load(engine: Engine, folder: Path, *, with_rng: bool) -> None:
         set_rng_state(state["rng"])
 
 
-def _sharded_state(engine: Engine, *, is_loading: bool, with_rng: bool) -> dict[str, Any]:
+def _holds_buckets(common: dict[str, Any]) -> bool:
+    written: bool = common["content_metadata"] == metadata_of(OptimizerFormat.dp_reshardable)
+    return written
+
+
+def _sharded_state(engine: Engine, metadata: dict[str, Any], *, is_loading: bool, with_rng: bool) -> dict[str, Any]:
     state: dict[str, Any] = {
-        name: chunk.module.sharded_state_dict(metadata=dict(METADATA))
+        name: chunk.module.sharded_state_dict(metadata=dict(metadata))
         for name, chunk in zip(_chunk_names(engine), engine.chunks, strict=True)
     }
-    state["optimizer"] = engine.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=dict(METADATA))
+    state["optimizer"] = engine.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=dict(metadata))
     if with_rng:
         state["rng"] = ShardedObject("rng", get_rng_state(), (dist.get_world_size(),), (dist.get_rank(),))
     return state

@@ -1,16 +1,19 @@
 """Single tensors out of and into the files of a checkpoint, without process groups and without a model.
 
-A checkpoint stacks the layers: `decoder.layers.mlp.linear_fc1.weight` is [layer, rows, columns], written in chunks (a
-layer, a part of a tensor-parallel split). Here a tensor goes by its own name, with the layer's number in it, and only
-its chunks are read, so that a model larger than memory can pass through. Nothing is unpickled but by allow-list.
+A checkpoint of equal layers stacks them: `decoder.layers.mlp.linear_fc1.weight` is [layer, rows, columns], written in
+chunks (a layer, a part of a tensor-parallel split). Here a tensor goes by its own name, with the layer's number in it,
+and only its chunks are read, so that a model larger than memory can pass through. Nothing is unpickled but by
+allow-list.
 """
 
+import hashlib
 import io
 import json
 import os
 import pickle
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
@@ -40,8 +43,18 @@ class TensorReader:
     """
 
     def __init__(self, folder: Path) -> None:
+        safe_load.harden()
         self._folder = folder
         self._metadata = safe_load.read_metadata(folder)
+
+    def entries(self) -> Mapping[str, TensorStorageMetadata | BytesStorageMetadata]:
+        """What the checkpoint holds, by the names of its files: layers may be stacked under one."""
+        entries: Mapping[str, TensorStorageMetadata | BytesStorageMetadata] = self._metadata.state_dict_metadata
+        return entries
+
+    def read_bytes(self, key: str) -> bytes:
+        """An entry that is no tensor, as it was pickled."""
+        return self._content(MetadataIndex(key))
 
     def read(self, name: str) -> torch.Tensor:
         """The whole tensor `name`, in the number format in which it was saved.
@@ -72,11 +85,51 @@ class TensorReader:
         return found[1] + found[3], int(found[2])
 
     def _chunk(self, key: str, chunk: ChunkStorageMetadata) -> torch.Tensor:
-        stored = self._metadata.storage_data[MetadataIndex(key, chunk.offsets)]
+        content = self._content(MetadataIndex(key, chunk.offsets))
+        data: torch.Tensor = torch.load(io.BytesIO(content), weights_only=True)
+        return data
+
+    def _content(self, index: MetadataIndex) -> bytes:
+        stored = self._metadata.storage_data[index]
         with (self._folder / stored.relative_path).open("rb") as file:
             file.seek(stored.offset)
-            data: torch.Tensor = torch.load(io.BytesIO(file.read(stored.length)), weights_only=True)
-        return data
+            content: bytes = file.read(stored.length)
+        return content
+
+
+def copy_pieces(source: Path, target: Path, num_files: int) -> dict[str, tuple[int, str]]:
+    """Copy every piece of a checkpoint as it is, into so many files of about equal size, in the order of their names.
+
+    Args:
+        source: a checkpoint whose content has been verified.
+        target: exists and is empty; gets the files and `.metadata`, synced.
+        num_files: fewer where there are fewer pieces.
+
+    Returns:
+        Bytes and SHA-256 of the files.
+    """
+    metadata = safe_load.read_metadata(source)
+    pieces = sorted(metadata.storage_data.items(), key=lambda item: (item[0].fqn, item[0].offset or ()))
+    share, places = sum(stored.length for _, stored in pieces) / num_files, {}
+    written: dict[str, tuple[int, str]] = {}
+    done, rest = 0, list(reversed(pieces))
+    while rest:
+        name, digest = f"__{len(written)}_0.distcp", hashlib.sha256()
+        with (target / name).open("wb") as file:
+            while rest and (file.tell() == 0 or done + rest[-1][1].length / 2 < share * (len(written) + 1)):
+                index, stored = rest.pop()
+                with (source / stored.relative_path).open("rb") as origin:
+                    origin.seek(stored.offset)
+                    content = origin.read(stored.length)
+                places[index] = replace(stored, relative_path=name, offset=file.tell())
+                digest.update(content)
+                file.write(content)
+                done += stored.length
+            file.flush()
+            os.fsync(file.fileno())
+            written[name] = (file.tell(), digest.hexdigest())
+    (target / ".metadata").write_bytes(pickle.dumps(replace(metadata, storage_data=places)))
+    return written
 
 
 class TensorWriter:
@@ -84,12 +137,12 @@ class TensorWriter:
 
     Args:
         folder: exists and is empty.
-        num_layers: how many layers are stacked.
+        stacked_layers: how many layers are stacked; None where each has its own tensors.
         common: what the checkpoint holds beside tensors.
     """
 
-    def __init__(self, folder: Path, num_layers: int, common: Mapping[str, Any]) -> None:
-        self._folder, self._num_layers, self._common = folder, num_layers, dict(common)
+    def __init__(self, folder: Path, stacked_layers: int | None, common: Mapping[str, Any]) -> None:
+        self._folder, self._stacked_layers, self._common = folder, stacked_layers, dict(common)
         self._name = "__0_0.distcp"
         self._tensors: dict[str, Any] = {}
         self._places: dict[MetadataIndex, _StorageInfo] = {}
@@ -99,13 +152,13 @@ class TensorWriter:
         return self
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Append the whole tensor `name`; all layers of a kind must have the same shape."""
+        """Append the whole tensor `name`; stacked layers must have the same shape."""
         found = _LAYER.fullmatch(name)
         key, offset, size = name, torch.Size([0] * tensor.dim()), tensor.shape
-        if found is not None:
+        if found is not None and self._stacked_layers is not None:
             key, tensor = found[1] + found[3], tensor.unsqueeze(0)
             offset = torch.Size([int(found[2]), *offset])
-            size = torch.Size([self._num_layers, *size])
+            size = torch.Size([self._stacked_layers, *size])
         stored = self._tensors.setdefault(
             key, TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(size), [])
         )

@@ -7,6 +7,7 @@ torch's Adam keeps `step` as a tensor inside its per-parameter state. The distri
 2. does not supply `step` when it loads a fully reshardable checkpoint (KeyError, :1223), and
 3. hands all parameters ONE `step` tensor after a load (~:1046), so that one update adds N to it and a resumed run
    silently diverges: `mend` gives each parameter its own;
+   of a `dp_reshardable` one it takes, as every parameter's, the step from before the load: `mend` leaves it out;
 4. finds no step to save where it has no parameters (:839), which is so on a pipeline stage whose layers are all dense,
    for the optimizer of experts: `link` lets it take the step of the others, for rank 0 writes it for all ranks.
 """
@@ -54,9 +55,9 @@ def mend() -> None:
         return
     set_states, load = DistributedOptimizer._set_main_param_and_optimizer_states, DistributedOptimizer.load_state_dict
 
+    @torch.no_grad()  # which a load of `dp_reshardable` lacks: fp32 main weights are views of parameters
     def set_states_with_step(self: Any, model_param: torch.nn.Parameter, tensors: dict[str, Any]) -> None:
-        tensors.setdefault("step", None)
-        set_states(self, model_param, tensors)
+        set_states(self, model_param, {**tensors, "step": None})
 
     def load_with_own_steps(self: Any, state_dict: dict[str, Any]) -> None:
         load(self, state_dict)

@@ -35,3 +35,18 @@ def test_ours_and_the_bare_loop_are_measured_over_the_same_work(tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["here"], "the folder of the measurement is gone"
     assert [path.name for path in (tmp_path / "here").iterdir()] == ["out"], "nothing of the user's was touched"
     assert running.left() == []
+
+
+@pytest.mark.slow  # rounds of real checkpoints
+def test_saving_is_measured_in_parts_beside_what_the_machine_does_with_the_same_bytes(tmp_path: Path) -> None:
+    command = (*BENCH[:-1], "checkpoint", "experiment=bench_quickstart", "--steps=2", "--json")
+    ended = commands.Command(command, tmp_path / "out", {}).wait()
+    assert ended.code == 0, ended.out
+    found = json.loads(ended.out[ended.out.index("{\n") : ended.out.rindex("}") + 1])
+    assert len(found["rounds"]) == 2
+    for measured in (*found["rounds"], found["median"]):
+        assert measured["bytes"] > measured["bytes_of_a_rank"] > measured["bytes"] / 3, "two ranks share the work"
+        assert all(value > 0 for name, value in measured.items() if name.endswith("_seconds"))
+    median = found["median"]
+    assert median["write / plain write"] == median["plain_write_seconds"] / median["write_seconds"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"], "its checkpoints are gone"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwright.pretrain import checkpoint_integrity, checkpoint_store
+from shardwright.pretrain import checkpoint_integrity, checkpoint_store, cli
 
 from . import commands
 
@@ -91,6 +91,24 @@ def test_a_missing_shard_of_the_only_checkpoint_is_refused_before_a_rank_is_star
     ended = commands.train(copied_run, GO_ON)
     assert ended.code == 2, ended.out
     assert f"{broken.name} is missing" in ended.out and "starting" not in ended.out
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_kills_who_loads_it_is_passed_over_after_the_second_time(
+    copied_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dies = {"fault": "1:12:dies_loading"}
+    for _ in range(2):
+        ended = commands.train(copied_run, GO_ON, **dies)
+        assert ended.code == 3 and "exit code 7" in ended.out, ended.out
+    assert cli.main(["checkpoint", "list", str(copied_run)]) == 0
+    assert "unloadable: it failed to load" in capsys.readouterr().out
+    ended = commands.train(copied_run, GO_ON, **dies)
+    assert ended.code == 0, ended.out
+    ((name, reason),) = damaged(copied_run)
+    assert name == "step_00000012" and "failed to load 2 times in a row, last in attempt 3" in reason
+    assert name in ended.out and commands.events(copied_run, "resume")[-1]["step"] == 6
+    assert commands.steps(copied_run) == list(range(1, 15))
 
 
 def test_a_flip_of_any_sampled_byte_of_a_real_checkpoint_is_found(copied_run: Path) -> None:

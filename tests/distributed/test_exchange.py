@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from shardwright.conf.problems import RefusedError
-from shardwright.pretrain import checkpoint_exchange, checkpoint_integrity, checkpoint_store, cli
+from shardwright.pretrain import checkpoint_exchange, checkpoint_integrity, checkpoint_reshard, checkpoint_store, cli
 from shardwright.pretrain.faults import DamagedError
+from shardwright.pretrain.start import resolve
 
 from . import commands
 from .engines import full_tensors
@@ -48,6 +49,14 @@ def differing(rank: int, world: int, store: str, one: Path, other: Path) -> tupl
     return [name for name in weights if not torch.equal(first[name], second[name])], len(weights)
 
 
+def differing_anywhere(rank: int, world: int, store: str, one: Path, other: Path) -> list[str]:
+    """Names of tensors, of the optimizer too, that differ in a bit."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    first, second = full_tensors(one), full_tensors(other)
+    assert first.keys() == second.keys() and len(first) > 20
+    return [name for name in first if not torch.equal(first[name], second[name])]
+
+
 def test_what_is_exported_and_imported_again_is_equal_bit_for_bit(
     run_ranks: RunRanks, finished_run: Path, imported: Path
 ) -> None:
@@ -81,6 +90,32 @@ def test_a_run_that_starts_from_it_has_the_validation_loss_of_the_run_that_was_e
     assert after == pytest.approx(before, rel=LOSS_TOLERANCE)
 
 
+def test_a_resharded_checkpoint_has_the_same_tensors_in_other_files_and_a_run_would_go_on_from_it(
+    run_ranks: RunRanks, finished_run: Path, tmp_path: Path, cache: str
+) -> None:
+    before = checkpoint_store.step_folder(finished_run / "checkpoints", 12)
+    layout = ["parallel.tp=1", "parallel.sp=false", "parallel.pp=2", "cluster.ranks=4"]
+    after = checkpoint_reshard.reshard(finished_run, tmp_path / "new", None, layout, least_file_bytes=1 << 16)
+    sizes = [[file.stat().st_size for file in folder.glob("*.distcp")] for folder in (before, after)]
+    assert [len(files) for files in sizes] == [2, 4]
+    assert max(sizes[1]) < 2 * min(sizes[1])
+    assert checkpoint_integrity.verify(after).reasons == ()
+    assert run_ranks(differing_anywhere, 1, before, after) == [[]]
+    where = [f"run.dir={tmp_path / 'run'}", f"checkpoint.load={tmp_path / 'new'}"]
+    start = resolve([*commands.FINISHED_RUN, cache, "schedule.train_iters=12", *layout, *where], None)
+    assert start.load is not None and start.load.step == 12
+    assert start.since_checkpoint == [], "what goes on from it is what it was made for"
+
+
+def test_a_layout_that_breaks_a_rule_is_not_resharded_for_nor_a_key_that_may_not_change(
+    finished_run: Path, tmp_path: Path
+) -> None:
+    for override, words in (("parallel.tp=3", "num_attention_heads"), ("run.seed=5", "no key that a run may change")):
+        with pytest.raises(RefusedError, match=words):
+            checkpoint_reshard.reshard(finished_run, tmp_path / "new", None, [override])
+    assert not (tmp_path / "new").exists()
+
+
 def test_another_model_is_refused_by_every_value_that_differs(exported: Path, tmp_path: Path) -> None:
     other = ["experiment=quickstart", *commands.SMALL, "model.num_layers=3", "model.rotary_base=777"]
     with pytest.raises(RefusedError, match=r"num_hidden_layers=2: .*3[^$]*rope_theta"):
@@ -89,7 +124,7 @@ def test_another_model_is_refused_by_every_value_that_differs(exported: Path, tm
 
 
 def test_a_model_that_no_family_expresses_is_refused(exported: Path, tmp_path: Path) -> None:
-    other = ["experiment=quickstart", *commands.SMALL, "model.qk_layernorm=true"]
+    other = ["experiment=quickstart", *commands.SMALL, "model.add_qkv_bias=true"]
     with pytest.raises(RefusedError, match="no family"):
         checkpoint_exchange.import_(exported, tmp_path / "start", other)
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from shardwright.parallel.mcore.hf import mapping
+from shardwright.parallel.mcore.hf.families import family_of
 
 from . import engines, hugging_face
 from .harness import RunRanks
@@ -49,7 +50,8 @@ def largest_difference(
     """Largest difference of logits, largest logit, and the tensors that do not come back as they were."""
     engine = engines.engine_of(engines.family_config([PADDED, *overrides], world), rank, store)
     model, gpt = engine.config.model, engine.model.module
-    theirs, table = hugging_face.randomised(family, model), hugging_face.FAMILIES[family][1]
+    theirs, table = hugging_face.randomised(model), family_of(model).rows
+    assert type(theirs).__name__.startswith(family)
     full = mapping.to_megatron(theirs.state_dict(), table, model)
     mapping.load_into(gpt, full, table, model)
     tokens = engines.random_step(11, vocab_size=model.vocab_size)["tokens"]

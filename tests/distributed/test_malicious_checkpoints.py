@@ -1,5 +1,6 @@
 """A checkpoint that wants to run something is refused by name, wherever the payload lies, and nothing of it runs."""
 
+import argparse
 import io
 import os
 import pickle
@@ -45,7 +46,7 @@ def plant_metadata(folder: Path, payload: Payload) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def plant_entry(folder: Path, name: str, payload: Payload) -> None:
+def plant_entry(folder: Path, name: str, payload: object) -> None:
     """Let a byte entry of the shards hold the payload instead."""
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     (index,) = [index for index in metadata.storage_data if index.fqn.startswith(name)]
@@ -58,7 +59,12 @@ def plant_entry(folder: Path, name: str, payload: Payload) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-@pytest.mark.parametrize("where", [".metadata", "common_state", "rng"])
+def plant_file(folder: Path, payload: Payload) -> None:
+    """megatron-core would read this file of older checkpoints in place of the entry `common_state`."""
+    torch.save({"args": payload}, folder / "common.pt")
+
+
+@pytest.mark.parametrize("where", [".metadata", "common_state", "rng", "common.pt"])
 @pytest.mark.parametrize("what", ["posix.system", "builtins.exec"])
 def test_a_payload_is_refused_by_name_and_does_not_run(
     run_ranks: RunRanks, tmp_path: Path, where: str, what: str
@@ -71,8 +77,16 @@ def test_a_payload_is_refused_by_name_and_does_not_run(
     }[what]
     if where == ".metadata":
         plant_metadata(folder, payload)
+    elif where == "common.pt":
+        plant_file(folder, payload)
     else:
         plant_entry(folder, where, payload)
     (message,) = run_ranks(refusal, 1, folder)
     assert str(folder) in message and what.partition(".")[2] in message
     assert not trace.exists()
+
+
+def test_what_megatron_lm_would_load_and_ours_do_not_need_is_refused_too(run_ranks: RunRanks, tmp_path: Path) -> None:
+    run_ranks(saved, 1, tmp_path / "saved")
+    plant_entry(tmp_path / "saved", "common_state", argparse.Namespace(lr=1.0))
+    assert "argparse.Namespace" in run_ranks(refusal, 1, tmp_path / "saved")[0]

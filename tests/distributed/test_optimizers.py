@@ -275,13 +275,14 @@ def test_the_chosen_kernel_is_the_one_in_use_and_auto_is_megatron_core_s_own(run
 
 
 def betas_after_resume(rank: int, world: int, store: str, folder: Path) -> list[tuple[tuple[float, float], float]]:
-    """Betas and step of every group, of a run that goes on with another beta."""
-    engine = engines.engine_of(engines.config_of(["optimizer.adam_beta2=0.9"], world), rank, store)
+    """Betas and step of every group, of a run that goes on with another beta and other learning rates."""
+    changed = ["optimizer.adam_beta2=0.9", "optimizer.lr=3e-5", "optimizer.min_lr=2e-5"]
+    engine = engines.engine_of(engines.config_of(changed, world), rank, store)
     shards.load(engine, folder, with_rng=False)
     return [(group["betas"], group["step"]) for group in engine.optimizer.param_groups]
 
 
-def test_a_run_goes_on_with_the_betas_of_its_configuration_and_the_step_of_its_checkpoint(
+def test_a_run_goes_on_with_betas_and_rates_of_its_configuration_and_the_step_of_its_checkpoint(
     run_ranks: RunRanks, tmp_path: Path
 ) -> None:
     run_ranks(save_in_the_middle, 1, ["optimizer.adam_beta2=0.95"], tmp_path / "saved")

@@ -106,3 +106,18 @@ def test_a_run_that_stops_in_the_ramp_goes_on_as_if_it_never_stopped(tmp_path: P
     assert ended.code == 0, ended.out
     assert commands.trajectory(rest) == commands.trajectory(whole)[5:]
     assert commands.events(rest, "start")[0]["data"]["tokens_left"] == 64 * (22 - 7)
+
+
+@pytest.mark.slow
+def test_a_schedule_that_changes_at_a_resume_counts_from_the_next_update_and_is_told(tmp_path: Path) -> None:
+    constant = ("schedule=constant", "optimizer.lr=6e-4", "schedule.lr_warmup_iters=0", "schedule.eval_interval=0")
+    ended = commands.train(tmp_path / "run", *commands.SMALL, "data=mock", *constant, "schedule.train_iters=10")
+    assert ended.code == 0, ended.out
+    cosine = ("schedule=cosine", "optimizer.lr=3e-5", "optimizer.min_lr=2e-5", "schedule.lr_warmup_iters=0")
+    ended = commands.train(tmp_path / "run", *cosine, "schedule.train_iters=13", "data.global_batch_size=8")
+    assert ended.code == 0, ended.out
+    assert "0.0006 -> 3e-05 (results change)" in ended.out and "4 -> 8 (results change)" in ended.out
+    rows = commands.rows(tmp_path / "run")
+    assert {row["lr"] for row in rows[:10]} == {6e-4}
+    assert all(2e-5 <= row["lr"] <= 3e-5 for row in rows[10:])
+    assert [row["consumed_samples"] for row in rows[9:]] == [40, 48, 56, 64], "none twice, none left out"

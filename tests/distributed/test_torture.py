@@ -28,6 +28,8 @@ STEPS_PER_KILL = 15
 MOMENTS_STEPS, MOMENTS_SECONDS = 14, 0.5
 """A kill comes after so many steps of an attempt at most, within this time; one in five comes while it starts."""
 START_SECONDS = 8.0
+WHOLE_SECONDS = 300.0 + 3.0 * NUM_KILLS * STEPS_PER_KILL
+"""Limit of a run to its end; a step takes a twentieth of a second on a machine of its own, and one on a shared one."""
 OVERRIDES = (
     *commands.SMALL,
     *commands.TWO_TENSOR_PARALLEL,
@@ -109,7 +111,7 @@ def test_a_run_killed_at_random_moments_loses_nothing_and_ends_bit_equal(
 ) -> None:
     print(f"TORTURE_SEED={SEED}")
     numbers, watch, kills = random.Random(SEED), Watch(tmp_path / "tortured"), []
-    whole = commands.train(tmp_path / "whole", *OVERRIDES, cache)
+    whole = commands.start(tmp_path / "whole", *OVERRIDES, cache, "checkpoint.save_interval=0").wait(WHOLE_SECONDS)
     assert whole.code == 0, whole.out
     for _ in range(NUM_KILLS):
         first = () if (watch.run_dir / "config.yaml").exists() else (*OVERRIDES, cache)
@@ -117,7 +119,7 @@ def test_a_run_killed_at_random_moments_loses_nothing_and_ends_bit_equal(
         watch.judge(kill)
         kills.append(kill)
         print(f"kill {len(kills)}: {kill or 'it came to its end before'}; newest checkpoint {watch.newest}", flush=True)
-    ended = commands.train(watch.run_dir)
+    ended = commands.start(watch.run_dir).wait(WHOLE_SECONDS)
     watch.judge("at the end")
     assert ended.code == 0, ended.out
     assert watch.problems == []

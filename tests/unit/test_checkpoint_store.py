@@ -1,19 +1,24 @@
 """Checkpoints on disk: whole or not there, whatever was killed when; what is asked for and missing is refused."""
 
+import hashlib
+import pwd
+import threading
+import time
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from shardwright.conf.compose import compose
 from shardwright.conf.problems import RefusedError
-from shardwright.pretrain import checkpoint_choice
+from shardwright.pretrain import checkpoint_choice, trust
 from shardwright.pretrain import checkpoint_store as store
 
 
 def write(root: Path, step: int) -> store.Committed:
     temporary = store.begin(root, step)
     (temporary / "shard").write_bytes(b"x" * step)
-    return store.commit(temporary, {"step": step}, {"shard": store.sha256(temporary / "shard")})
+    return store.commit(temporary, {"step": step}, {"shard": (step, store.sha256(temporary / "shard"))})
 
 
 def find(root: Path, *overrides: str) -> store.Committed | None:
@@ -208,3 +213,67 @@ def test_one_always_stays_and_damaged_ones_do_not_count(tmp_path: Path) -> None:
     (tmp_path / "step_00000030" / store.TRAINER).unlink()
     store.retain(tmp_path, 1)
     assert steps(tmp_path) == [20]
+
+
+def test_those_of_the_last_hours_stay_by_the_time_that_they_were_written_at(tmp_path: Path) -> None:
+    for step, hours in {10: 30, 20: 5, 30: 1, 40: 0}.items():
+        time = datetime.now(UTC) - timedelta(hours=hours)
+        store.commit(store.begin(tmp_path, step), {"step": step, "time": time.isoformat()}, {})
+    store.retain(tmp_path, 1, keep_hours=6)
+    assert steps(tmp_path) == [20, 30, 40]
+
+
+# ---- written by other machines ---------------------------------------------------------------------------------------
+
+
+def test_a_file_that_another_machine_wrote_and_that_is_seen_late_is_waited_for(tmp_path: Path) -> None:
+    temporary, content = store.begin(tmp_path, 10), b"x" * 10
+
+    def appear() -> None:
+        for part in (content[:4], content):
+            time.sleep(0.15)
+            (temporary / "shard").write_bytes(part)
+
+    late = threading.Thread(target=appear)
+    late.start()
+    written = {"shard": (len(content), hashlib.sha256(content).hexdigest())}
+    done = store.commit(temporary, {"step": 10}, written)
+    late.join()
+    assert store.manifest(done.path)["shard"]["bytes"] == 10
+    assert store.damage(done.path) is None
+
+
+def test_without_a_file_that_was_written_nothing_is_committed(tmp_path: Path) -> None:
+    temporary = store.begin(tmp_path, 10)
+    with pytest.raises(OSError, match=r"shard was written.*10 bytes are not to be seen"):
+        store.commit(temporary, {"step": 10}, {"shard": (10, "0" * 64)}, seen_seconds=0.2)
+    assert steps(tmp_path) == []
+
+
+# ---- written by others -----------------------------------------------------------------------------------------------
+
+
+def test_what_everybody_may_change_is_foreign_and_needs_trust(tmp_path: Path) -> None:
+    path = write(tmp_path / "other" / "checkpoints", 10).path
+    load = f"checkpoint.load={tmp_path}/other"
+    assert find(tmp_path / "new", load) is not None
+    (path / "shard").chmod(0o666)
+    with pytest.raises(RefusedError, match=r"10 there is foreign: shard may be changed by everybody.*trusted=true"):
+        find(tmp_path / "new", load)
+    assert find(tmp_path / "new", load, "checkpoint.trusted=true") is not None
+
+
+def test_what_belongs_to_another_user_is_foreign_and_the_user_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "other" / "checkpoints", 10).path
+    owner = path.stat().st_uid
+    monkeypatch.setattr("os.geteuid", lambda: owner + 1)
+    monkeypatch.setattr(trust, "_ROOT", -1)
+    with pytest.raises(RefusedError, match=rf"its folder belongs to the user {pwd.getpwuid(owner).pw_name}"):
+        find(tmp_path / "new", f"checkpoint.load={tmp_path}/other")
+
+
+def test_a_run_is_not_asked_about_its_own_checkpoints(tmp_path: Path) -> None:
+    (write(tmp_path, 10).path / "shard").chmod(0o666)
+    assert find(tmp_path) is not None

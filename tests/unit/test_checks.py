@@ -182,6 +182,11 @@ def test_a_sound_configuration_breaks_no_rule(overrides: list[str]) -> None:
         ("optimizer=adam_bf16_states precision=bf16", "optimizer.main_grads_dtype", "grad_reduce_in_fp32=false works"),
         ("optimizer.use_precision_aware_optimizer=true", "optimizer.use_precision_aware_optimizer", "precision=bf16"),
         ("optimizer=muon", "optimizer.optimizer", "precision=bf16 works"),
+        (
+            "optimizer=sgd checkpoint.optimizer_format=dp_reshardable",
+            "checkpoint.optimizer_format",
+            "checkpoint.optimizer_format=fully_reshardable works",
+        ),
         ("optimizer=muon precision=fp16", "optimizer.optimizer", "precision=bf16 works"),
         (
             f"{BF16_STATES} optimizer.optimizer=sgd",

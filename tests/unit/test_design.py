@@ -38,6 +38,7 @@ TORCH_FREE = (
     "pretrain/checkpoint_choice.py",
     "pretrain/checkpoint_integrity.py",
     "pretrain/checkpoint_store.py",
+    "pretrain/checkpoint_trouble.py",
     "pretrain/checks.py",
     "pretrain/cli.py",
     "pretrain/display.py",

@@ -237,11 +237,13 @@ def test_explain_counts_lost_steps_and_the_share_of_time_that_counts(
     job.folder.cut_metrics(2, second)
     EventLog(job.folder.events, attempt=2, rank=0).write("start", 2)
     job.train(second, 3, 6)
+    EventLog(job.folder.events, attempt=2, rank=0).write("checkpoint", 6, seconds=40.0, stall_seconds=1.5)
     story = explain.read(job.folder)
     assert [(attempt.start_step, attempt.last_step, attempt.lost) for attempt in story.attempts] == [
         (None, 5, 3),
         (2, 6, 0),
     ]
+    assert story.attempts[1].seconds["saving"] == 1.5, "what is written beside training takes nothing from it"
     assert story.goodput == pytest.approx(6 * 0.5 / story.wall_seconds)
     assert cli.main(["explain", str(job.folder.path)]) == 0
     told = capsys.readouterr().out

@@ -9,7 +9,7 @@ import pytest
 
 from shardwright.conf import compose
 from shardwright.conf.problems import RefusedError
-from shardwright.pretrain import checkpoint_choice, checkpoint_store, provenance
+from shardwright.pretrain import checkpoint_store, provenance
 from shardwright.pretrain.folder import RunFolder
 from shardwright.pretrain.start import Start, begin, merge_overrides, resolve
 from shardwright.pretrain.train import train
@@ -86,12 +86,10 @@ def test_new_overrides_replace_saved_ones_of_the_same_key(saved: list[str], new:
     assert merge_overrides(saved, new) == merged
 
 
-def test_a_finished_run_is_said_to_be_finished(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_run_is_said_to_be_finished(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     iters = compose.load(folder.config).schedule.train_iters
-    newest = checkpoint_store.Committed(iters, folder.checkpoints / "newest")
-    monkeypatch.setattr(checkpoint_choice, "find", lambda config, root: checkpoint_choice.Choice(newest))
+    temporary = checkpoint_store.begin(folder.checkpoints, iters)
+    checkpoint_store.commit(temporary, {"step": iters}, {}, config=folder.config.read_text())
     (folder.path / "status.json").write_text('{"state": "done"}')
     assert train([f"run.dir={folder.path}"]) == 0
     assert "finished" in capsys.readouterr().out

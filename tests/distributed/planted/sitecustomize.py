@@ -2,8 +2,8 @@
 
 Python imports `sitecustomize` at its start from PYTHONPATH (`commands.start(fault=...)` puts this folder there). In the
 rank that PLANTED_FAULT=RANK:STEP:KIND names, the engine is changed right after it is imported: its step STEP goes wrong
-as KIND says. The launcher has no RANK, so nothing happens
-there; tasks of srun have SLURM_PROCID.
+as KIND says, or, with `dies_loading`, the loading of that step's checkpoint. The launcher has no RANK, so nothing
+happens there; tasks of srun have SLURM_PROCID.
 """
 
 import functools
@@ -67,9 +67,31 @@ def happen(kind: str, engine: Any) -> None:
             gpt.compute_language_model_loss = once
 
 
+def die_loading(engine: Any, step: int) -> None:
+    """Let whoever loads the checkpoint of `step` die."""
+    build = engine.__init__
+
+    def build_and_plant(self: Any, *arguments: Any) -> None:
+        build(self, *arguments)
+        shards: Any = importlib.import_module("shardwright.parallel.mcore.shards")
+        load = shards.load
+
+        def load_or_die(engine: Any, folder: Any, **options: Any) -> None:
+            if folder.name == f"step_{step:08d}":
+                os._exit(7)
+            load(engine, folder, **options)
+
+        shards.load = load_or_die
+
+    engine.__init__ = build_and_plant
+
+
 def plant(module: ModuleType, step: int, kind: str) -> None:
     """Let the engine's step number `step`, counted from 1 in this process, go wrong."""
     engine: Any = module.Engine
+    if kind == "dies_loading":
+        die_loading(engine, step)
+        return
     whole, calls = engine.train_step, iter(range(1, sys.maxsize))
 
     @functools.wraps(whole)
