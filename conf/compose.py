@@ -313,10 +313,13 @@ def _typed_section(section: str, schema: Any, node: DictConfig) -> tuple[list[Pr
             continue
         try:
             value = node[name]
+            if isinstance(value, ListConfig):
+                list(value)  # resolves what its elements lead to
         except InterpolationToMissingValueError:
             continue  # the key that it leads to is reported itself
         except OmegaConfBaseException as error:
-            problems.append(Problem(key=key, value=_raw(node, name), rule=f"leads nowhere: {_one_line(error)}"))
+            rule, remedy = f"leads nowhere: {_one_line(error)}", r"a shell's ${NAME} is written \${NAME}"
+            problems.append(Problem(key=key, value=_raw(node, name), rule=rule, remedy=remedy))
             continue
         found, value = _typed_elements(key, field.type, value)
         problems += found

@@ -113,7 +113,7 @@ def test_a_node_that_preflight_finds_unfit_trains_nothing_and_is_left_out_of_the
     run: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(PLANTED), os.environ.get("PYTHONPATH")])))
-    fault = "cluster.setup=['[ ${SLURM_RESTART_COUNT:-0} != 0 ] || export PLANTED_FAULT=0:0:computes_wrongly']"
+    fault = "cluster.setup=['[ $SLURM_RESTART_COUNT ] || export PLANTED_FAULT=0:0:computes_wrongly']"
     examined = (*SMALL, *ONE_RANK, f"run.dir={run}", "schedule.train_iters=3", "cluster.preflight=true", fault)
     slurm.wait(slurm.submit(*examined), run)
     assert verdicts(run) == [("preflight", True), ("done", False)]

@@ -155,7 +155,7 @@ def test_a_node_with_bad_memory_is_left_out_of_the_next_try(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(PLANTED), os.environ.get("PYTHONPATH")])))
     run = folder / "memory"
-    fault = "cluster.setup=['[ ${SLURM_RESTART_COUNT:-0} != 0 ] || export PLANTED_FAULT=0:2:has_bad_memory']"
+    fault = "cluster.setup=['[ $SLURM_RESTART_COUNT ] || export PLANTED_FAULT=0:2:has_bad_memory']"
     job = slurm.submit(*SMALL, *ONE_RANK, f"run.dir={run}", "schedule.train_iters=3", fault)
     slurm.wait(job, run)
     assert verdicts(run) == [("hardware", True), ("done", False)]

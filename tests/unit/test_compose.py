@@ -109,6 +109,8 @@ def test_misspelt_keys_and_bad_numbers_are_refused_together_with_a_suggestion() 
         ("~model", "model=null: this section is missing", "model=decoder|"),
         ("run.name=${nowhere.name}", "run.name=${nowhere.name}: leads nowhere", "'nowhere.name' not found"),
         ("run.name=${run.name}", "run.name=${run.name}: leads nowhere", ""),
+        ("cluster.setup=['cd ${DIR}']", "cluster.setup=['cd ${DIR}']: leads nowhere", r"is written \${NAME}"),
+        ("cluster.setup=['cd ${DIR:-/}']", "cluster.setup=['cd ${DIR:-/}']: leads nowhere", r"is written \${NAME}"),
         ("optimizer.lr=1e-3,1e-4", "optimizer.lr=1e-3,1e-4: is a sweep", "add -m"),
         ("run.name=[", "run.name=[: cannot be read", "write key=value"),
         ("run.name", "run.name: has no value", "write run.name=..."),
