@@ -95,12 +95,14 @@ class Layout:
         ep: int = 1,
         etp: int | None = None,
         vpp: int = 1,
+        ranks_per_node: int | None = None,
     ) -> list[Problem]:
         """All rules that these sizes break; an empty list means that a `Layout` of them exists.
 
         Args:
             world_size, tp, pp, cp, ep, vpp: as of a `Layout`.
             etp: None for the default, which is `tp`; the problem then spells that out.
+            ranks_per_node: where the world is so many ranks on every node, and what can be changed is the nodes.
         """
         sizes = {"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": tp if etp is None else etp, "vpp": vpp}
         found = [
@@ -113,9 +115,11 @@ class Layout:
         if found:
             return found
         dense, expert = tp * cp * pp, sizes["etp"] * ep * pp
-        fitting = math.lcm(dense, expert)
-        below, above = world_size // fitting * fitting, -(-world_size // fitting) * fitting
-        works = f"cluster.ranks={' or '.join(str(number) for number in (below, above) if number)} works"
+        fitting, key, now = math.lcm(dense, expert), "cluster.ranks", world_size
+        if ranks_per_node is not None:
+            fitting, key, now = fitting // math.gcd(fitting, ranks_per_node), "cluster.nodes", now // ranks_per_node
+        below, above = now // fitting * fitting, -(-now // fitting) * fitting
+        works = f"{' or '.join(f'{key}={number}' for number in dict.fromkeys((below, above)) if number)} works"
         if world_size % dense:
             found.append(_does_not_divide(world_size, sizes, ("tp", "cp", "pp"), "", works))
         if world_size % expert and (ep > 1 or sizes["etp"] != tp):

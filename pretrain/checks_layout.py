@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from shardwright.conf.choices import GpuKind
 from shardwright.conf.problems import Problem
 from shardwright.conf.schema import Config
+from shardwright.parallel.layout import Layout
 from shardwright.pretrain import plan
 from shardwright.pretrain.ranges import divisors, multiples, nearest, rest
 
@@ -65,7 +66,10 @@ def tensor_parallelism_splits_evenly(config: Config) -> Iterator[Problem]:
     if not unsplit:
         return
     fitting = [size for size in range(1, min(model.num_attention_heads, MOST_HEADS) + 1) if not _unsplit(config, size)]
-    remedy = nearest(key, tp, fitting)
+    if config.parallel.sp:
+        fitting = fitting[1:]  # which has nothing to split over one rank
+    remedy = nearest(key, tp, filling_the_world(config, "tp", fitting) or fitting)
+    remedy = remedy or "parallel.tp=1 parallel.sp=false works"
     if list(unsplit) == ["padded vocabulary"]:
         multiple = math.lcm(model.make_vocab_size_divisible_by, tp)
         remedy = f"model.make_vocab_size_divisible_by={multiple} or {remedy}"
@@ -135,7 +139,8 @@ def expert_parallelism_splits_experts(config: Config) -> Iterator[Problem]:
         yield Problem(key=key, value=ep, rule=rule, remedy=f"{key}=1 works")
     elif num_experts is not None and rest(num_experts, ep):
         rule = f"does not divide model.num_moe_experts={num_experts}"
-        yield Problem(key=key, value=ep, rule=rule, remedy=nearest(key, ep, divisors(num_experts)))
+        fitting = filling_the_world(config, "ep", divisors(num_experts)) or divisors(num_experts)
+        yield Problem(key=key, value=ep, rule=rule, remedy=nearest(key, ep, fitting))
 
 
 def expert_tensor_parallelism_splits_experts(config: Config) -> Iterator[Problem]:
@@ -149,7 +154,8 @@ def expert_tensor_parallelism_splits_experts(config: Config) -> Iterator[Problem
     width = config.model.moe_ffn_hidden_size
     if width is not None and rest(width, size):
         rule = f"does not split the width of an expert, {width}" + (", and is parallel.tp by default" * (etp is None))
-        yield Problem(key=key, value=size, rule=rule, remedy=nearest(key, size, divisors(width)))
+        fitting = filling_the_world(config, "etp", divisors(width)) or divisors(width)
+        yield Problem(key=key, value=size, rule=rule, remedy=nearest(key, size, fitting))
 
 
 def experts_want_sequence_parallelism(config: Config) -> Iterator[Problem]:
@@ -158,6 +164,13 @@ def experts_want_sequence_parallelism(config: Config) -> Iterator[Problem]:
     if config.model.num_moe_experts is not None and parallel.tp > 1 and not parallel.sp:
         rule = f"a model with experts over parallel.tp={parallel.tp} needs sequence parallelism"
         yield Problem(key="parallel.sp", value="false", rule=rule, remedy="parallel.sp=true works")
+
+
+def filling_the_world(config: Config, axis: str, sizes: list[int]) -> list[int]:
+    """Those `sizes` of an axis with which both grids still fill the ranks of the run."""
+    now = config.parallel
+    others = {"tp": now.tp, "pp": now.pp, "cp": now.cp, "ep": now.ep, "etp": now.etp, "vpp": now.vpp}
+    return [size for size in sizes if not Layout.problems(config.world_size, **{**others, axis: size})]
 
 
 def _unsplit(config: Config, tp: int) -> dict[str, int]:

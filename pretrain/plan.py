@@ -129,9 +129,16 @@ def possible_layout(config: Config) -> Layout | None:
 
 def layout_problems(config: Config) -> list[Problem]:
     """Why the sizes of the axes make no layout; none where they do."""
-    sizes = config.parallel
+    sizes, cluster = config.parallel, config.cluster
     return Layout.problems(
-        config.world_size, tp=sizes.tp, pp=sizes.pp, cp=sizes.cp, ep=sizes.ep, etp=sizes.etp, vpp=sizes.vpp
+        config.world_size,
+        tp=sizes.tp,
+        pp=sizes.pp,
+        cp=sizes.cp,
+        ep=sizes.ep,
+        etp=sizes.etp,
+        vpp=sizes.vpp,
+        ranks_per_node=cluster.gpus_per_node if cluster.ranks is None and cluster.gpus_per_node > 0 else None,
     )
 
 
