@@ -6,6 +6,7 @@ on local shapes in `checks_fp8`.
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from shardwright.conf.choices import GpuKind
 from shardwright.conf.problems import Problem
@@ -24,7 +25,7 @@ MOST_HEADS = 4096
 def axes_divide_the_world(config: Config) -> Iterator[Problem]:
     sizes = config.parallel
     axes = (sizes.tp, sizes.pp, sizes.cp, sizes.ep, sizes.vpp, 1 if sizes.etp is None else sizes.etp)
-    if min(*axes, config.world_size) >= 1:
+    if min(*axes, config.world_size, sizes.num_distributed_optimizer_instances) >= 1:
         yield from plan.layout_problems(config)
 
 
@@ -169,7 +170,7 @@ def experts_want_sequence_parallelism(config: Config) -> Iterator[Problem]:
 def filling_the_world(config: Config, axis: str, sizes: list[int]) -> list[int]:
     """Those `sizes` of an axis with which both grids still fill the ranks of the run."""
     now = config.parallel
-    others = {"tp": now.tp, "pp": now.pp, "cp": now.cp, "ep": now.ep, "etp": now.etp, "vpp": now.vpp}
+    others: dict[str, Any] = {"tp": now.tp, "pp": now.pp, "cp": now.cp, "ep": now.ep, "etp": now.etp, "vpp": now.vpp}
     return [size for size in sizes if not Layout.problems(config.world_size, **{**others, axis: size})]
 
 

@@ -33,7 +33,8 @@ RANGES = (
             "num_moe_experts moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_topk "
             "moe_router_num_groups moe_router_group_topk q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim "
             "v_head_dim original_max_position_embeddings mtp_num_layers",
-            "parallel": "tp pp vpp cp ep etp num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage",
+            "parallel": "tp pp vpp cp ep etp num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage "
+            "num_distributed_optimizer_instances",
             "precision": "fp8_amax_history_len loss_scale_window hysteresis",
             "data": "seq_length micro_batch_size global_batch_size vocab_size",
             "optimizer": "muon_num_ns_steps",

@@ -55,8 +55,10 @@ AXES: dict[str, dict[str, Choice]] = {
     },
     "context": {"": NONE, "CP2": Choice(2, {"parallel.cp": 2}), "CP4": Choice(4, {"parallel.cp": 4})},
     "micro-batch": {"": NONE, "MBS2": Choice(1, {"data.micro_batch_size": 2})},
+    "optimizer": {"": NONE, "OI2": Choice(1, {"parallel.num_distributed_optimizer_instances": 2})},
 }
-"""Axis -> its choices; the first is none of it. MBS2: two samples a micro-batch instead of one."""
+"""Axis -> its choices; the first is none of it. MBS2: two samples a micro-batch instead of one. OI2: two instances of
+the distributed optimizer."""
 EXPERT_AXES: dict[str, dict[str, Choice]] = {
     "experts": {"": NONE, **{f"EP{size}": Choice(1, {"parallel.ep": size}) for size in (2, 4)}},
     "parts of experts": {"": NONE, **{f"ETP{size}": Choice(1, {"parallel.etp": size}) for size in (1, 2, 4)}},

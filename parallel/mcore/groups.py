@@ -3,6 +3,7 @@
 import random
 from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -45,6 +46,8 @@ def start(layout: Layout, device: torch.device, rank: int, timeout_seconds: int,
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
+    if layout.instances > 1 and not parallel_state.HAVE_EINOPS:
+        parallel_state.HAVE_EINOPS, parallel_state.einops = True, SimpleNamespace(rearrange=_rearrange)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -52,6 +55,7 @@ def start(layout: Layout, device: torch.device, rank: int, timeout_seconds: int,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=layout.etp,
+        num_distributed_optimizer_instances=layout.instances,
         distributed_timeout_minutes=max(1, timeout_seconds // 60),
         create_gloo_process_groups=True,
     )
@@ -59,6 +63,15 @@ def start(layout: Layout, device: torch.device, rank: int, timeout_seconds: int,
     assert world is not None
     control = dist.new_group(backend="gloo", timeout=timeout) if device.type == "cuda" else world
     return Groups(ProcessGroupCollection.use_mpu_process_groups(), control)
+
+
+def _rearrange(ranks: np.ndarray, pattern: str, *, l: int, s: int, u: int) -> np.ndarray:  # noqa: E741
+    """The one thing that megatron-core uses einops for here, which Transformer Engine brings and the CPU has not.
+
+    Source: megatron-core 0.19.2, parallel_state.py, `create_hierarchical_groups`.
+    """
+    assert pattern == "(l s u) -> (l u) s"
+    return ranks.reshape(l, s, u).swapaxes(1, 2).reshape(l * u, s)
 
 
 def seed_everything(seed: int, layout: Layout, rank: int, *, recorded: bool = False) -> None:

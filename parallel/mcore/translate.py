@@ -231,6 +231,7 @@ def _ddp(config: Config) -> DistributedDataParallelConfig:
         use_distributed_optimizer=True,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
+        num_distributed_optimizer_instances=parallel.num_distributed_optimizer_instances,
     )
 
 
