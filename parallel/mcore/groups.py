@@ -13,6 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch._C._distributed_c10d import Store
 
 from shardwright.parallel.layout import Layout
+from shardwright.parallel.mcore import initial
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +76,12 @@ def _rearrange(ranks: np.ndarray, pattern: str, *, l: int, s: int, u: int) -> np
 
 
 def seed_everything(seed: int, layout: Layout, rank: int, *, recorded: bool = False) -> None:
-    """Seed Python, numpy and torch as megatron-core's training does: pipeline stages differ, data-parallel replicas
-    agree, tensor-parallel ranks differ only inside the tracker's tensor-parallel state.
+    """Seed Python, numpy and torch, for dropout: initial weights have seeds of their own (`initial`).
+
+    Ranks that have other layers or other tokens (pipeline, data and context parallelism) draw other numbers.
+    Tensor-parallel ranks draw the same ones, for what each of them has whole, and others inside of megatron-core's
+    tracker, for what they have a part of. megatron-core's own training gives data-parallel ranks one stream unless
+    told otherwise: then samples side by side share their masks.
 
     Args:
         seed: of the run.
@@ -84,8 +89,9 @@ def seed_everything(seed: int, layout: Layout, rank: int, *, recorded: bool = Fa
         rank: global rank.
         recorded: whether CUDA graphs are used, which need Transformer Engine's tracker.
     """
-    seed += 100 * layout.coordinates(rank).pp
+    at = layout.coordinates(rank)
+    seed = initial.seed_of(seed, "dropout", at.pp, at.dp, at.cp) % 2**31  # megatron-core adds to it
     random.seed(seed)
-    np.random.seed(seed % 2**32)
+    np.random.seed(seed)
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed, te_rng_tracker=recorded, force_reset_rng=True)
