@@ -22,6 +22,8 @@ UNEQUAL = {case.name: case for kind in KINDS for case in layouts.unequal(kind) i
 """One alone for each choice that makes a layout unequal."""
 QUICK = ("dense: DP2", "dense: TP2+SP", "dense: PP2+VPP2", "dense: CP2", "aux_loss: TP2+SP EP2 ETP1")
 """One of each kind."""
+LIMIT_SECONDS = 300
+"""Ten steps of four ranks on two busy cores."""
 
 type Alone = Callable[[str], tuple[Path, Run]]
 
@@ -34,7 +36,8 @@ def alone(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Alon
     def train(kind: str) -> tuple[Path, Run]:
         folder, overrides = tmp_path_factory.mktemp("alone"), KINDS[kind].overrides
         run_ranks(start_from_scratch, 1, overrides, folder / "start")
-        return folder / "start", run_ranks(train_from, 1, overrides, NUM_STEPS, folder / "start", folder)[0]
+        run = run_ranks(train_from, 1, overrides, NUM_STEPS, folder / "start", folder, timeout_seconds=LIMIT_SECONDS)
+        return folder / "start", run[0]
 
     return train
 
@@ -43,7 +46,10 @@ def alone(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Alon
 def test_a_layout_trains_like_one_rank(run_ranks: RunRanks, alone: Alone, tmp_path: Path, name: str) -> None:
     case = PROVEN[name]
     start, expected = alone(case.kind)
-    assert_agree(run_ranks(train_from, case.world, case.overrides, NUM_STEPS, start, tmp_path), expected)
+    assert_agree(
+        run_ranks(train_from, case.world, case.overrides, NUM_STEPS, start, tmp_path, timeout_seconds=LIMIT_SECONDS),
+        expected,
+    )
 
 
 @pytest.mark.parametrize("name", long_tail(WAYS, quick=[]))
@@ -52,7 +58,15 @@ def test_every_way_of_a_layout_trains_like_one_rank(
 ) -> None:
     kind, world, overrides = WAYS[name]
     start, expected = alone(kind)
-    found = run_ranks(train_from, world, [*KINDS[kind].overrides, *overrides], NUM_STEPS, start, tmp_path)
+    found = run_ranks(
+        train_from,
+        world,
+        [*KINDS[kind].overrides, *overrides],
+        NUM_STEPS,
+        start,
+        tmp_path,
+        timeout_seconds=LIMIT_SECONDS,
+    )
     assert_agree(found, expected)
 
 
@@ -60,7 +74,7 @@ def test_every_way_of_a_layout_trains_like_one_rank(
 def test_what_is_unequal_by_its_nature_is_unequal(run_ranks: RunRanks, alone: Alone, tmp_path: Path, name: str) -> None:
     case = UNEQUAL[name]
     start, expected = alone(case.kind)
-    found = run_ranks(train_from, case.world, case.overrides, NUM_STEPS, start, tmp_path)
+    found = run_ranks(train_from, case.world, case.overrides, NUM_STEPS, start, tmp_path, timeout_seconds=LIMIT_SECONDS)
     with pytest.raises(AssertionError):
         assert_agree(found, expected)
 
