@@ -4,7 +4,7 @@ SHELL := bash
 .ONESHELL:
 .SUFFIXES:
 .DEFAULT_GOAL := help
-.PHONY: .venv quickstart test test-all torture check lint typecheck slurm-deps constraints clean help
+.PHONY: .venv quickstart test test-all torture proven check lint typecheck slurm-deps constraints clean help
 
 # Other choices: make PYTHON=/path/to/python3.12 EXTRAS=dev
 PYTHON ?=
@@ -67,6 +67,9 @@ test-all: .venv/.installed ## the slow ones too
 KILLS ?= 100
 torture: .venv/.installed ## kill a run of two ranks a hundred times at random moments (KILLS=100); half an hour
 	@OMP_NUM_THREADS=1 TORTURE_KILLS=$(KILLS) .venv/bin/python -m pytest --no-header -s tests/distributed/test_torture.py
+
+proven: .venv/.installed ## write what docs/parallelism.md says was proven, from the layouts that the tests declare
+	@.venv/bin/python -m shardwright.tests.layouts_page
 
 check: lint typecheck ## lint and typecheck
 

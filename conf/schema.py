@@ -93,6 +93,10 @@ class Parallel:
     """Layers of the first pipeline rank; null for as many as the ranks between first and last."""
     num_layers_in_last_pipeline_stage: int | None = key(resume="free")
     """Layers of the last pipeline rank; null for as many as the ranks between first and last."""
+    num_distributed_optimizer_instances: int = key(resume="free")
+    """Copies of optimizer state and main weights (megatron-core: num_distributed_optimizer_instances): each is sharded
+    over its part of the data-parallel ranks, so that shards are gathered among fewer and nearer ranks; 1 shards them
+    over all."""
     allow_tp_across_nodes: bool = key(resume="free")
     """Accept tensor-parallel groups whose ranks stand on several nodes, where every layer waits for the network."""
     overlap_grad_reduce: bool = key(resume="free")

@@ -191,6 +191,7 @@ CONFIG_RULES = (
     checks_optimizer.states_have_their_kernel,
     checks_optimizer.muon_trains_in_bf16,
     checks_optimizer.buckets_are_adams,
+    checks_optimizer.muon_has_one_instance,
     checks_optimizer.overrides_say_something,
     checks_execution.chunks_divide_the_sequence,
     checks_execution.kernels_are_for_the_model,

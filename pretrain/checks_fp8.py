@@ -94,13 +94,14 @@ def _too_old(recipe: str, gpu: str, capability: tuple[int, int]) -> Iterator[Pro
 
 def shapes_are_multiples(config: Config) -> Iterator[Problem]:
     model, tp, data = config.model, config.parallel.tp, config.data
-    if recipe_of(config) is None or is_emulated(config) or min(tp, config.parallel.cp) < 1:
+    etp = tp if config.parallel.etp is None else config.parallel.etp
+    if recipe_of(config) is None or is_emulated(config) or min(tp, etp, config.parallel.cp) < 1:
         return
     width_step = WIDTH * 2 if recipe_of(config) in ("mxfp8", "nvfp4") else WIDTH
     for key, widths, split, step in (
         ("model.hidden_size", (model.hidden_size,), 1, width_step),
         ("model.ffn_hidden_size", (model.ffn_hidden_size,), tp, width_step * tp),
-        ("model.moe_ffn_hidden_size", (model.moe_ffn_hidden_size or 0,), 1, width_step),
+        ("model.moe_ffn_hidden_size", (model.moe_ffn_hidden_size or 0,), etp, width_step * etp),
         (
             "model.moe_shared_expert_intermediate_size",
             (model.moe_shared_expert_intermediate_size or 0,),

@@ -6,10 +6,12 @@ on local shapes in `checks_fp8`.
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from shardwright.conf.choices import GpuKind
 from shardwright.conf.problems import Problem
 from shardwright.conf.schema import Config
+from shardwright.parallel.layout import Layout
 from shardwright.pretrain import plan
 from shardwright.pretrain.ranges import divisors, multiples, nearest, rest
 
@@ -23,7 +25,7 @@ MOST_HEADS = 4096
 def axes_divide_the_world(config: Config) -> Iterator[Problem]:
     sizes = config.parallel
     axes = (sizes.tp, sizes.pp, sizes.cp, sizes.ep, sizes.vpp, 1 if sizes.etp is None else sizes.etp)
-    if min(*axes, config.world_size) >= 1:
+    if min(*axes, config.world_size, sizes.num_distributed_optimizer_instances) >= 1:
         yield from plan.layout_problems(config)
 
 
@@ -65,7 +67,10 @@ def tensor_parallelism_splits_evenly(config: Config) -> Iterator[Problem]:
     if not unsplit:
         return
     fitting = [size for size in range(1, min(model.num_attention_heads, MOST_HEADS) + 1) if not _unsplit(config, size)]
-    remedy = nearest(key, tp, fitting)
+    if config.parallel.sp:
+        fitting = fitting[1:]  # which has nothing to split over one rank
+    remedy = nearest(key, tp, filling_the_world(config, "tp", fitting) or fitting)
+    remedy = remedy or "parallel.tp=1 parallel.sp=false works"
     if list(unsplit) == ["padded vocabulary"]:
         multiple = math.lcm(model.make_vocab_size_divisible_by, tp)
         remedy = f"model.make_vocab_size_divisible_by={multiple} or {remedy}"
@@ -135,7 +140,8 @@ def expert_parallelism_splits_experts(config: Config) -> Iterator[Problem]:
         yield Problem(key=key, value=ep, rule=rule, remedy=f"{key}=1 works")
     elif num_experts is not None and rest(num_experts, ep):
         rule = f"does not divide model.num_moe_experts={num_experts}"
-        yield Problem(key=key, value=ep, rule=rule, remedy=nearest(key, ep, divisors(num_experts)))
+        fitting = filling_the_world(config, "ep", divisors(num_experts)) or divisors(num_experts)
+        yield Problem(key=key, value=ep, rule=rule, remedy=nearest(key, ep, fitting))
 
 
 def expert_tensor_parallelism_splits_experts(config: Config) -> Iterator[Problem]:
@@ -149,7 +155,8 @@ def expert_tensor_parallelism_splits_experts(config: Config) -> Iterator[Problem
     width = config.model.moe_ffn_hidden_size
     if width is not None and rest(width, size):
         rule = f"does not split the width of an expert, {width}" + (", and is parallel.tp by default" * (etp is None))
-        yield Problem(key=key, value=size, rule=rule, remedy=nearest(key, size, divisors(width)))
+        fitting = filling_the_world(config, "etp", divisors(width)) or divisors(width)
+        yield Problem(key=key, value=size, rule=rule, remedy=nearest(key, size, fitting))
 
 
 def experts_want_sequence_parallelism(config: Config) -> Iterator[Problem]:
@@ -158,6 +165,13 @@ def experts_want_sequence_parallelism(config: Config) -> Iterator[Problem]:
     if config.model.num_moe_experts is not None and parallel.tp > 1 and not parallel.sp:
         rule = f"a model with experts over parallel.tp={parallel.tp} needs sequence parallelism"
         yield Problem(key="parallel.sp", value="false", rule=rule, remedy="parallel.sp=true works")
+
+
+def filling_the_world(config: Config, axis: str, sizes: list[int]) -> list[int]:
+    """Those `sizes` of an axis with which both grids still fill the ranks of the run."""
+    now = config.parallel
+    others: dict[str, Any] = {"tp": now.tp, "pp": now.pp, "cp": now.cp, "ep": now.ep, "etp": now.etp, "vpp": now.vpp}
+    return [size for size in sizes if not Layout.problems(config.world_size, **{**others, axis: size})]
 
 
 def _unsplit(config: Config, tp: int) -> dict[str, int]:

@@ -136,6 +136,10 @@ def capacity_has_its_options(config: Config) -> Iterator[Problem]:
     if model.moe_pad_expert_input_to_capacity and model.moe_expert_capacity_factor is None:
         rule, remedy = "needs a capacity to pad to", "model.moe_expert_capacity_factor=1.25 works"
         yield Problem(key="model.moe_pad_expert_input_to_capacity", value="true", rule=rule, remedy=remedy)
+    if model.moe_pad_expert_input_to_capacity and model.moe_token_dispatcher_type is TokenDispatcher.flex:
+        # Source: megatron-core 0.19.2, transformer_config.py:1601
+        rule, remedy = "does not pad to a capacity", "model.moe_token_dispatcher_type=alltoall works"
+        yield Problem(key="model.moe_token_dispatcher_type", value="flex", rule=rule, remedy=remedy)
     if model.moe_router_padding_for_quantization and recipe_of(config) is None:
         rule, remedy = "is for FP8 and FP4 alone", "false works, or precision=fp8_delayed"
         yield Problem(key="model.moe_router_padding_for_quantization", value="true", rule=rule, remedy=remedy)

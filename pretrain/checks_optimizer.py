@@ -56,6 +56,14 @@ def buckets_are_adams(config: Config) -> Iterator[Problem]:
         yield Problem(key=key, value="dp_reshardable", rule=rule, remedy=f"{key}=fully_reshardable works")
 
 
+def muon_has_one_instance(config: Config) -> Iterator[Problem]:
+    # Source: megatron-core 0.19.2, optimizer/__init__.py:835
+    key, instances = "parallel.num_distributed_optimizer_instances", config.parallel.num_distributed_optimizer_instances
+    if config.optimizer.optimizer is OptimizerKind.muon and instances > 1:
+        rule = "megatron-core shards Muon by layers, over all data-parallel ranks"
+        yield Problem(key=key, value=instances, rule=rule, remedy=f"{key}=1 works")
+
+
 def overrides_say_something(config: Config) -> Iterator[Problem]:
     for index, override in enumerate(config.optimizer.overrides):
         key = f"optimizer.overrides[{index}]"

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from shardwright.conf.problems import Problem
 from shardwright.conf.schema import Config
 from shardwright.parallel.stages import LETTERS, Split, rows
+from shardwright.pretrain.checks_layout import filling_the_world
 from shardwright.pretrain.ranges import divisors, nearest, rest, value_of, works
 
 WRITTEN = "parallel.pipeline_layout"
@@ -51,9 +52,13 @@ def layers_fill_the_stages(config: Config) -> Iterator[Problem]:
     what = " and ".join([f"model.num_layers={layers}", *(f"1 for the {part}" for part in counted)])
     rule = f"does not divide {what}" + (f" = {slots}" if counted else "")
     rule += f": {max(built, 0)} of {layers} layers would be built" if pp <= layers else ": a stage would be empty"
-    remedy = nearest(key, pp, divisors(slots))
-    offers = _uneven_offers(layers, pp, parallel.vpp) if not counted else ""
-    yield Problem(key=key, value=pp, rule=rule, remedy=f"{remedy}{offers}")
+    without = " ".join(f"{name}=false" for name in COUNTED if name in asked) if layers % pp == 0 else ""
+    sizes = [size for size in divisors(slots) if size > 1 or not counted]
+    fitting = filling_the_world(config, "pp", sizes) or ([] if without else sizes)
+    offers = [nearest(key, pp, fitting), without]
+    if not counted:
+        offers = offers[:1] + _uneven_offers(layers, pp, parallel.vpp)
+    yield Problem(key=key, value=pp, rule=rule, remedy=", or ".join(filter(None, offers)))
 
 
 def first_and_last_stage_leave_equal_shares(config: Config) -> Iterator[Problem]:
@@ -67,11 +72,9 @@ def first_and_last_stage_leave_equal_shares(config: Config) -> Iterator[Problem]
     if between == 0 and left != 0:  # megatron-core would build the two stages and no more
         rule = f"the two stages hold {sum(given.values())} layers, and model.num_layers={layers}"
     elif not _shares(left, between):
-        named = " and ".join(f"{name}={number}" for name, number in given.items())
-        leave = "leaves" if len(given) == 1 else "leave"
-        rule = (
-            f"{named} {leave} {left} of model.num_layers={layers} to {between} stages, which cannot share them equally"
-        )
+        beside = "".join(f"with {name}={given[name]} " for name in given if name != key)
+        shared = f"{between} stages, which cannot share them equally"
+        rule = f"{beside}leaves {left} of model.num_layers={layers} to {shared}"
     else:
         return
     fitting = [size for size in range(1, layers - others + 1) if _shares(layers - others - size, between)]
@@ -146,7 +149,7 @@ def _shares(layers: int, stages: int) -> bool:
     return layers == 0 if stages == 0 else layers >= stages and layers % stages == 0
 
 
-def _uneven_offers(layers: int, pp: int, vpp: int) -> str:
+def _uneven_offers(layers: int, pp: int, vpp: int) -> list[str]:
     """What could be asked for where `pp` ranks of `vpp` chunks cannot share `layers` equally."""
     offers = []
     for keys in ((COUNTED[1],), COUNTED):
@@ -158,5 +161,4 @@ def _uneven_offers(layers: int, pp: int, vpp: int) -> str:
     if last:
         even = min(last, key=lambda size: abs(size - layers / pp))
         offers.append(f"{ENDS[1]}={even}")
-    offers.append(f"the stages written out in {WRITTEN}" if pp <= layers else "")
-    return "".join(f", or {offer}" for offer in offers if offer)
+    return [*offers, f"the stages written out in {WRITTEN}"] if pp <= layers else offers

@@ -185,6 +185,7 @@ class Loop:
             "step_seconds": seconds,
             "checkpoint_stall_seconds": self.checkpoints.take_stall_seconds(),
             **result.expert_losses,
+            **result.expert_load,
         }
         self.context.metrics.append(row)
 

@@ -118,7 +118,14 @@ def layout(config: Config) -> Layout:
     sizes = config.parallel
     etp = sizes.tp if sizes.etp is None else sizes.etp
     return Layout(
-        world_size=config.world_size, tp=sizes.tp, pp=sizes.pp, cp=sizes.cp, ep=sizes.ep, etp=etp, vpp=sizes.vpp
+        world_size=config.world_size,
+        tp=sizes.tp,
+        pp=sizes.pp,
+        cp=sizes.cp,
+        ep=sizes.ep,
+        etp=etp,
+        vpp=sizes.vpp,
+        instances=sizes.num_distributed_optimizer_instances,
     )
 
 
@@ -129,9 +136,17 @@ def possible_layout(config: Config) -> Layout | None:
 
 def layout_problems(config: Config) -> list[Problem]:
     """Why the sizes of the axes make no layout; none where they do."""
-    sizes = config.parallel
+    sizes, cluster = config.parallel, config.cluster
     return Layout.problems(
-        config.world_size, tp=sizes.tp, pp=sizes.pp, cp=sizes.cp, ep=sizes.ep, etp=sizes.etp, vpp=sizes.vpp
+        config.world_size,
+        tp=sizes.tp,
+        pp=sizes.pp,
+        cp=sizes.cp,
+        ep=sizes.ep,
+        etp=sizes.etp,
+        vpp=sizes.vpp,
+        instances=sizes.num_distributed_optimizer_instances,
+        ranks_per_node=cluster.gpus_per_node if cluster.ranks is None and cluster.gpus_per_node > 0 else None,
     )
 
 
@@ -203,6 +218,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "world_size": places.world_size,
             "nodes": config.cluster.nodes,
             **{axis: getattr(places, axis) for axis in ("tp", "pp", "vpp", "cp", "dp", "ep", "etp", "edp")},
+            "distributed_optimizer_instances": places.instances,
             "sp": config.parallel.sp,
             "stages": [[chunk.letters for chunk in chunks] for chunks in plan.stages],
             "parameters_per_rank": list(plan.parameters_per_rank),

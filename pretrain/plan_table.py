@@ -152,6 +152,9 @@ def _layout(planned: Plan) -> dict[str, str]:
     }
     if places.ep > 1 or places.etp != places.tp:
         rows["of experts"] = f"ETP {places.etp}, EP {places.ep}, PP {places.pp}, DP {places.edp}"
+    if places.instances > 1:
+        size = places.world_size // places.instances
+        rows["optimizer"] = f"{places.instances} instances of {size} ranks, each with all states and main weights"
     if config.cluster.nodes > 1:
         rows["across nodes"] = _crossing(planned)
     if places.pp > 1:

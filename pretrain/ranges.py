@@ -33,7 +33,8 @@ RANGES = (
             "num_moe_experts moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_topk "
             "moe_router_num_groups moe_router_group_topk q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim "
             "v_head_dim original_max_position_embeddings mtp_num_layers",
-            "parallel": "tp pp vpp cp ep etp num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage",
+            "parallel": "tp pp vpp cp ep etp num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage "
+            "num_distributed_optimizer_instances",
             "precision": "fp8_amax_history_len loss_scale_window hysteresis",
             "data": "seq_length micro_batch_size global_batch_size vocab_size",
             "optimizer": "muon_num_ns_steps",
@@ -97,6 +98,26 @@ RANGES = (
 )
 
 
+EXAMPLES = {
+    "precision.loss_scale": "null follows overflows",
+    "precision.initial_loss_scale": "65536 is usual",
+    "precision.min_loss_scale": "1.0 is usual",
+    "model.layernorm_epsilon": "1.0e-5 is usual",
+    "model.init_method_std": "0.02 is usual",
+    "model.moe_router_topk_scaling_factor": "null is 1",
+    "model.moe_expert_capacity_factor": "null drops no token, 1.25 is usual",
+    "model.beta_fast": "32 is usual",
+    "model.beta_slow": "1 is usual",
+    "model.mscale": "1.0 is usual",
+    "optimizer.lr": "for example optimizer.lr=3.0e-4",
+    "optimizer.adam_eps": "1.0e-8 is usual",
+    "optimizer.muon_extra_scale_factor": "0.2 is usual",
+    "cluster.save_stall_seconds": "what a save has taken, for example 10",
+    "telemetry.straggler_share": "0.1 is usual",
+}
+"""What is told of a number whose limit is itself refused."""
+
+
 def ranged_keys() -> dict[str, Range]:
     """Dotted key -> its range, for every number of the schema."""
     return {
@@ -118,7 +139,7 @@ def numbers_in_range(config: Config) -> Iterator[Problem]:
     for key, allowed in ranged_keys().items():
         number = value_of(config, key)
         if number is not None and not allowed.accepts(number):
-            remedy = f"{key}={allowed.nearest} works" if allowed.nearest else ""
+            remedy = f"{key}={allowed.nearest} works" if allowed.nearest else EXAMPLES[key]
             yield Problem(key=key, value=number, rule=allowed.rule, remedy=remedy)
 
 

@@ -6,7 +6,7 @@ finds them for a device, so that tests on the CPU and on GPUs share the table.
 
 import copy
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,10 +103,7 @@ def cases(device: str, machine: Machine) -> list[Case]:
 
 
 def all_pairs(factors: Mapping[str, Sequence[str] | Mapping[str, Any]], runs: Callable[[Row], bool]) -> list[Row]:
-    """Rows in which every pair of choices occurs, and in one that `runs` if there is one with both.
-
-    Greedy: of all rows, take the one that meets most pairs which are still open, first among those that run.
-    """
+    """Rows in which every pair of choices occurs, and in one that `runs` if there is one with both."""
     rows = list(itertools.product(*factors.values()))
     running = [row for row in rows if runs(row)]
     found: list[Row] = []
@@ -114,10 +111,17 @@ def all_pairs(factors: Mapping[str, Sequence[str] | Mapping[str, Any]], runs: Ca
     for some in (running, rows):
         within = open_pairs & {pair for row in some for pair in pairs_of(row)}
         open_pairs -= within
-        while within:
-            best = max(some, key=lambda row: len(within & pairs_of(row)))
-            found.append(best)
-            within -= pairs_of(best)
+        found += covering(some, within)
+    return found
+
+
+def covering(rows: Sequence[Row], pairs: Set[Pair]) -> list[Row]:
+    """Few of `rows` that meet all `pairs`. Greedy: next is the one that meets most of those that are still open."""
+    found, still_open = [], set(pairs)
+    while still_open:
+        best = max(rows, key=lambda row: len(still_open & pairs_of(row)))
+        found.append(best)
+        still_open -= pairs_of(best)
     return found
 
 

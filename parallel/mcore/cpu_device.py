@@ -12,9 +12,8 @@ machines without a GPU, two mechanisms let the same code run over gloo; nothing 
 `import megatron.core`; `environment.prepare` does so.
 """
 
-import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -87,9 +86,16 @@ class _Event:
         return True
 
 
-@contextlib.contextmanager
-def _on_stream(stream: Any = None) -> Iterator[Any]:
-    yield stream
+class _OnStream:
+    """`torch.cuda.stream(stream)`; megatron-core enters one of them twice."""
+
+    def __init__(self, stream: Any = None) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> Any:
+        return self._stream
+
+    def __exit__(self, *error: Any) -> None: ...
 
 
 def enable() -> None:
@@ -103,7 +109,7 @@ def enable() -> None:
     cuda.set_device = lambda device: None
     cuda.synchronize = lambda device=None: None
     cuda.current_stream = lambda *args, **kwargs: stream
-    cuda.Stream, cuda.Event, cuda.stream = _Stream, _Event, _on_stream
+    cuda.Stream, cuda.Event, cuda.stream = _Stream, _Event, _OnStream
     cuda.is_current_stream_capturing = lambda: False
     cuda.device_count = lambda: 1
     cuda.default_generators = {CPU: generator}

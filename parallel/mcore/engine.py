@@ -26,6 +26,7 @@ from shardwright.data.loader import Batch
 from shardwright.parallel.layout import Layout
 from shardwright.parallel.mcore import expert_losses, fp8_state, optimizers, wgrad_fusion
 from shardwright.parallel.mcore.context import own_pieces
+from shardwright.parallel.mcore.expert_load import ExpertLoad
 from shardwright.parallel.mcore.graphs import Graphs
 from shardwright.parallel.mcore.groups import Groups
 from shardwright.parallel.mcore.model import build_chunks, loss_arguments
@@ -53,6 +54,8 @@ class StepResult:
     """None where loss and norm are finite; else the ranks whose own loss was not, none if it was the gradients."""
     expert_losses: dict[str, float]
     """Auxiliary losses of a model with experts, unweighted, by megatron-core's names; none of another."""
+    expert_load: dict[str, float]
+    """How evenly tokens were shared out over experts; nothing of a model without them."""
 
 
 class _NonFiniteNormError(Exception):
@@ -97,6 +100,7 @@ class Engine:
         self.optimizer_config = configs.optimizer
         self.optimizer, self.parameter_groups = optimizers.build(config, configs.optimizer, self.chunks)
         self._refuse_non_finite_norms()
+        self._expert_load = ExpertLoad(configs.transformer, self.chunks, device)
         self._graphs = Graphs(config, self.chunks, self.optimizer, self.groups, layout.dp)
         self._forward_backward = self._graphs.wrap(get_forward_backward_func())
         self._loss = loss_arguments(config, layout)
@@ -159,6 +163,7 @@ class Engine:
             loss_scale=None if loss_scale is None else float(loss_scale),
             non_finite_ranks=None if finite else self._ranks_with_non_finite(own),
             expert_losses=expert_losses.collect(self.transformer_config, self.groups, len(microbatches)),
+            expert_load=self._expert_load.collect(),
         )
 
     def _own_pieces(self, microbatches: list[Batch]) -> list[Batch]:

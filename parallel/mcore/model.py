@@ -10,7 +10,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from shardwright.conf.schema import Config
 from shardwright.parallel.layout import Layout
-from shardwright.parallel.mcore import optimizers, wgrad_fusion
+from shardwright.parallel.mcore import initial, optimizers, wgrad_fusion
 from shardwright.parallel.mcore.emulated import attach, is_emulated
 from shardwright.parallel.mcore.layers import decoder_block_spec, mtp_block_spec
 from shardwright.parallel.mcore.loss_in_chunks import loss_in_chunks
@@ -61,6 +61,7 @@ def build_gpt(
     ).to(device)
     if emulated:
         attach(gpt, config.precision, groups, device)
+    initial.draw_weights(gpt, model, config.run.seed)
     if config.execution.cross_entropy_chunks > 1 and gpt.post_process:
         # a checkpointed piece sees its weight without the gradient buffer that fusion would add to
         gpt.output_layer.gradient_accumulation_fusion = False

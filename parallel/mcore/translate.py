@@ -27,6 +27,7 @@ from shardwright.conf.choices import (
 from shardwright.conf.schema import Config
 from shardwright.conf.schema_model import Model
 from shardwright.parallel.layout import Layout
+from shardwright.parallel.mcore import initial
 from shardwright.parallel.stages import Split
 
 DTYPES: dict[Enum, torch.dtype] = {
@@ -91,7 +92,10 @@ def _transformer(config: Config, layout: Layout, device: torch.device) -> Transf
         qk_layernorm=model.qk_layernorm,
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
-        init_method_std=model.init_method_std,
+        # `initial` draws the weights once the model is built
+        init_method=initial.leave,
+        output_layer_init_method=initial.leave,
+        embedding_init_method=initial.leave,
         tensor_model_parallel_size=layout.tp,
         sequence_parallel=config.parallel.sp,
         context_parallel_size=layout.cp,
@@ -231,6 +235,7 @@ def _ddp(config: Config) -> DistributedDataParallelConfig:
         use_distributed_optimizer=True,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
+        num_distributed_optimizer_instances=parallel.num_distributed_optimizer_instances,
     )
 
 

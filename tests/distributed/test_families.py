@@ -143,7 +143,8 @@ def expert_losses(rank: int, world: int, store: str, overrides: list[str], start
     else:
         engines.save(engine, start)
     batch = engines.share(engine, engines.random_step(0))
-    return [engine.train_step(batch, lr=0.0, weight_decay=0.0).expert_losses for _ in range(2)]
+    results = [engine.train_step(batch, lr=0.0, weight_decay=0.0) for _ in range(2)]
+    return [result.expert_losses | result.expert_load for result in results]
 
 
 @pytest.mark.parametrize("balancing", long_tail(["aux_loss", "seq_aux_loss"], quick=["seq_aux_loss"]))
@@ -156,7 +157,8 @@ def test_the_balance_of_experts_is_reported_alike_in_every_layout(
     ((first, again),) = run_ranks(expert_losses, 1, model, tmp_path / "start")
     assert first == pytest.approx(again, rel=RELATIVE), "a step begins anew"
     balance = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}[balancing]
-    assert set(first) == {balance, "z_loss"}
+    assert set(first) == {balance, "z_loss", "expert_load_max", "expert_load_entropy"}
+    assert 1.0 < first["expert_load_max"] <= 2.0 and 0.8 < first["expert_load_entropy"] < 1.0, "nearly even at first"
     assert 0.9 <= first[balance] <= 2.0, "four experts, two for a token"
     for layout in (["parallel.pp=2"], ["parallel.tp=2", "parallel.sp=true"], []):
         for found, _ in run_ranks(expert_losses, 2, [*model, *layout], tmp_path / "start"):

@@ -72,8 +72,8 @@ def test_a_sound_configuration_breaks_no_rule(overrides: list[str]) -> None:
 @pytest.mark.parametrize(
     ("overrides", "key", "remedy"),
     [
-        ("parallel.tp=2 cluster.ranks=3", "parallel.tp", "cluster.ranks=2 or 4 works"),
-        ("parallel.tp=2 parallel.pp=2 cluster.ranks=6", "parallel.tp * parallel.pp", "cluster.ranks=4 or 8 works"),
+        ("parallel.tp=2 cluster.ranks=3", "parallel.tp", "cluster.ranks=2 or cluster.ranks=4 works"),
+        ("parallel.tp=2 parallel.pp=2 cluster.ranks=6", "parallel.tp * parallel.pp", "=4 or cluster.ranks=8 works"),
         (
             "cluster.nodes=2 cluster.ranks=5 data.global_batch_size=20",
             "cluster.ranks",
@@ -84,7 +84,7 @@ def test_a_sound_configuration_breaks_no_rule(overrides: list[str]) -> None:
             "cluster.ranks",
             "cluster.ranks=8 or cluster.nodes=2 works",
         ),
-        ("parallel.tp=3 cluster.ranks=3", "parallel.tp", "parallel.tp=2 or parallel.tp=4 works"),
+        ("parallel.tp=3 cluster.ranks=3", "parallel.tp", "parallel.tp=1 works"),
         ("parallel.tp=8 cluster.ranks=8", "parallel.tp", "parallel.tp=4 works"),
         ("parallel.tp=4 cluster.ranks=4 model.ffn_hidden_size=386", "parallel.tp", "parallel.tp=2 works"),
         (
@@ -104,7 +104,7 @@ def test_a_sound_configuration_breaks_no_rule(overrides: list[str]) -> None:
         ),
         ("parallel.sp=true", "parallel.sp", "parallel.sp=false or parallel.tp=2 works"),
         ("model.num_query_groups=3", "model.num_query_groups", "groups=2 or model.num_query_groups=4 works"),
-        ("parallel.pp=3 cluster.ranks=3", "parallel.pp", "parallel.pp=2 or parallel.pp=4 works"),
+        ("parallel.pp=3 cluster.ranks=3", "parallel.pp", "would be built; parallel.pp=1 works"),
         ("data.global_batch_size=6", "data.global_batch_size", "size=4 or data.global_batch_size=8 works"),
         ("cluster.ranks=4", "data.global_batch_size", "data.global_batch_size=16 works"),
         ("parallel.overlap_grad_reduce=false", "parallel.overlap_param_gather", "overlap_param_gather=false works"),

@@ -26,6 +26,12 @@ def commands() -> list[str]:
     return re.findall(r"shardwright (?:train|plan|bench step) ([^#\n]+)", re.sub(r" --plot \S+", "", text))
 
 
+def overrides_of(word: str) -> list[str]:
+    """Of the one documented command with that override."""
+    ((*overrides,),) = [shlex.split(command) for command in commands() if word in shlex.split(command)]
+    return overrides
+
+
 @pytest.mark.parametrize("command", commands())
 def test_a_command_breaks_no_rule(command: str) -> None:
     words = shlex.split(command)

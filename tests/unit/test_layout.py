@@ -1,5 +1,7 @@
 """Where ranks stand, which groups they form, and what stands on one node."""
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +19,9 @@ def layouts(draw: st.DrawFn) -> Layout:
     inner = tp * cp * dp
     etp = draw(st.sampled_from([size for size in (1, 2, 3, 4) if inner % size == 0]))
     ep = draw(st.sampled_from([size for size in range(1, inner + 1) if inner // etp % size == 0]))
-    return Layout(world_size=inner * pp, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
+    shared = math.gcd(cp * dp, inner // (etp * ep))
+    instances = draw(st.sampled_from([size for size in range(1, shared + 1) if shared % size == 0]))
+    return Layout(world_size=inner * pp, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, instances=instances)
 
 
 @settings(deadline=None)
@@ -35,7 +39,7 @@ def test_every_rank_is_in_one_group_of_each_name(layout: Layout) -> None:
     for name in GROUPS:
         members = [rank for group in layout.groups(name) for rank in group]
         assert len(members) == len(set(members))
-        if name not in ("embd", "pos_embd"):
+        if name not in ("embd", "pos_embd") and (name != "inter_dist_opt" or layout.instances > 1):
             assert sorted(members) == list(range(layout.world_size))
 
 
@@ -104,6 +108,19 @@ def test_ranks_that_are_offered_fill_both_grids() -> None:
     found = Layout.problems(10, tp=4, ep=3, etp=1)
     assert [problem.remedy for problem in found] == ["cluster.ranks=12 works"] * 2
     assert Layout.problems(12, tp=4, ep=3, etp=1) == []
+
+
+def test_instances_of_the_optimizer_share_out_the_ranks_that_repeat_weights() -> None:
+    layout = Layout(world_size=16, tp=2, pp=2, ep=2, etp=2, instances=2)
+    assert layout.group("intra_dp_cp", 0) == (0, 2)
+    assert layout.group("intra_expt_dp", 0) == (0,)
+    assert layout.group("inter_dist_opt", 1) == (1, 5)
+    assert layout.groups("intra_dist_opt") == [(0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15)]
+    (problem,) = Layout.problems(16, tp=2, pp=2, ep=2, instances=4)
+    assert str(problem) == (
+        "parallel.num_distributed_optimizer_instances=4: does not divide the 2 ranks over which dense layers and "
+        "experts both repeat their weights; parallel.num_distributed_optimizer_instances=2 works"
+    )
 
 
 def test_a_rank_outside_of_the_world_has_no_place() -> None:

@@ -63,10 +63,10 @@ def test_a_layout_that_works_is_accepted(overrides: str) -> None:
         (
             "parallel.pp=4 model.num_layers=30",
             "parallel.pp",
-            f"28 of 30 layers would be built; parallel.pp=3 or parallel.pp=5 works, or {EMBEDDING}=true {LOSS}=true, "
+            f"28 of 30 layers would be built; parallel.pp=2 works, or {EMBEDDING}=true {LOSS}=true, "
             f"or {LAST}=6, or the stages written out in parallel.pipeline_layout",
         ),
-        ("parallel.pp=4 model.num_layers=3", "parallel.pp", "a stage would be empty; parallel.pp=3 works"),
+        ("parallel.pp=4 model.num_layers=3", "parallel.pp", "a stage would be empty; parallel.pp=1 works"),
         (
             f"parallel.pp=4 {LOSS}=true",
             "parallel.pp",
@@ -182,8 +182,8 @@ def test_a_size_below_one_is_reported_once(name: str, size: int) -> None:
 
 def test_the_sizes_of_both_grids_are_judged_together() -> None:
     found = {problem.key: str(problem) for problem in broken("parallel.tp=3 parallel.cp=3 parallel.ep=5")}
-    assert "cluster.ranks=45 works" in found["parallel.tp * parallel.cp"]
-    assert "cluster.ranks=45 works" in found["parallel.etp * parallel.ep"]
+    assert "cluster.nodes=45 works" in found["parallel.tp * parallel.cp"]
+    assert "cluster.nodes=45 works" in found["parallel.etp * parallel.ep"]
 
 
 CONFIG = compose([*CLUSTER.split()])
