@@ -60,7 +60,7 @@ def build_gpt(
         pg_collection=groups,
     ).to(device)
     if emulated:
-        attach(gpt, config.precision, groups, device)
+        attach(gpt, config, groups, device)
     if config.execution.cross_entropy_chunks > 1 and gpt.post_process:
         # a checkpointed piece sees its weight without the gradient buffer that fusion would add to
         gpt.output_layer.gradient_accumulation_fusion = False
