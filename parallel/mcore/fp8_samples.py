@@ -17,7 +17,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from shardwright.conf.schema import Precision
-from shardwright.parallel.fp8.delayed import OPERANDS
 from shardwright.parallel.fp8.linear import Recipe
 from shardwright.parallel.fp8.statistics import Numbers, measure
 from shardwright.parallel.layout import Layout
@@ -123,8 +122,3 @@ def _normed(module: Any, hidden: torch.Tensor) -> torch.Tensor:
     if bias:
         norm = F.layer_norm
     return norm(hidden, (hidden.shape[-1],), weight, *bias, eps=module.eps)
-
-
-def operands() -> tuple[str, ...]:
-    """Names of a layer's operands: activation, weight, gradient."""
-    return OPERANDS

@@ -108,6 +108,7 @@ def test_histograms_are_written_for_tensorboard(guarded: tuple[Path, str]) -> No
     assert f"log2 of gradient/{LAYER}" in tags and len(tags) == 24
 
 
+@pytest.mark.slow  # the check itself: test_amax.py
 def test_a_scale_that_differs_on_one_rank_ends_the_run(tmp_path: Path, cache: str) -> None:
     run_dir = tmp_path / "run"
     overrides = (*FP8, cache, "precision.amax_check_interval=1", "schedule.train_iters=5")
