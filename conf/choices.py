@@ -237,6 +237,28 @@ class AmaxComputeAlgo(Enum):
     most_recent = "most_recent"
 
 
+class AmaxGroup(Enum):
+    """Which ranks share the amaxes, and thereby the scales, of delayed scaling."""
+
+    tp = "tp"
+    """The parts of a tensor alone: every context- and data-parallel rank has scales of its own."""
+    tp_cp = "tp_cp"
+    """Also the pieces of a sequence (megatron-core: tp_only_amax_red)."""
+    tp_dp_cp = "tp_dp_cp"
+    """Also the data-parallel replicas: one set of scales for each pipeline stage (megatron-core's default)."""
+
+
+class NonFiniteAmax(Enum):
+    """What a NaN or an infinity in a quantised tensor leads to under delayed scaling; no history takes it in."""
+
+    stop = "stop"
+    """All ranks stop before the update; exit code 3."""
+    skip = "skip"
+    """The update is left out on all ranks and counted; the run goes on."""
+    keep_scale = "keep_scale"
+    """The tensor keeps its scale, the update is made, the event log tells of it."""
+
+
 class LrDecayStyle(Enum):
     """Learning-rate curve after the warm-up, by megatron-core's names."""
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from shardwright.conf.choices import (
     AmaxComputeAlgo,
+    AmaxGroup,
     AttentionBackend,
     CrossEntropy,
     CudaGraph,
@@ -27,6 +28,7 @@ from shardwright.conf.choices import (
     MuonScaleMode,
     MuonTpMode,
     NonFinite,
+    NonFiniteAmax,
     OptimizerFormat,
     OptimizerKernel,
     OptimizerKind,
@@ -35,7 +37,7 @@ from shardwright.conf.choices import (
     StateDType,
     WeightDecayIncrStyle,
 )
-from shardwright.conf.keys import ResumePolicy, key
+from shardwright.conf.keys import ResumePolicy, items, key
 from shardwright.conf.schema_cluster import Cluster
 from shardwright.conf.schema_model import Model
 
@@ -119,6 +121,11 @@ class Precision:
     """FP8 format of the GEMMs of the transformer layers; null for none. Needs Transformer Engine and an FP8 GPU."""
     fp8_recipe: Fp8Recipe = key(resume="warn")
     """How FP8 scales are found."""
+    fp8_dot_product_attention: bool = key(resume="warn")
+    """Attention's products in FP8 too (megatron-core's name)."""
+    fp8_param_gather: bool = key(resume="warn")
+    """Parameters of the linear layers are kept in FP8 and gathered in FP8 over data-parallel ranks (megatron-core's
+    name)."""
     fp4: Fp4Format | None = key(resume="warn")
     """FP4 format of the GEMMs of the transformer layers (NVFP4); null for none. Needs Blackwell."""
     fp8_margin: int = key(resume="warn")
@@ -127,6 +134,21 @@ class Precision:
     """Delayed scaling: steps of history."""
     fp8_amax_compute_algo: AmaxComputeAlgo = key(resume="warn")
     """Delayed scaling: how the history is read."""
+    amax_group: AmaxGroup = key(resume="warn")
+    """Delayed scaling: ranks that share amaxes and scales. A larger group saves nothing and has one set of scales in
+    the checkpoint; a smaller one waits for fewer ranks, and the checkpoint keeps the scales of every rank."""
+    amax_check_interval: int = key(resume="free")
+    """Delayed scaling: compare histories and scales over the group, bit by bit, after the first step of an attempt and
+    every this many steps; 0 never compares."""
+    on_non_finite_amax: NonFiniteAmax = key(resume="free")
+    """Delayed scaling: what a NaN or an infinity in a quantised tensor of any rank leads to."""
+    bf16_layers: list[str] = items(resume="warn")
+    """Globs over names of linear layers that compute in BF16 in spite of the recipe, delayed scaling too. Names are
+    megatron-core's with the layer's number in the whole model: `decoder.layers.0.*`, `*.linear_fc2`."""
+    num_layers_at_start_in_bf16: int = key(resume="warn")
+    """The first so many transformer layers compute in BF16 (megatron-core's name); 0 for none."""
+    num_layers_at_end_in_bf16: int = key(resume="warn")
+    """The last so many transformer layers compute in BF16 (megatron-core's name); 0 for none."""
     loss_scale: float | None = key(resume="warn")
     """fp16: a constant loss scale; null for one that follows overflows."""
     initial_loss_scale: float = key(resume="warn")
@@ -366,6 +388,29 @@ class Resilience:
     more than the longest of the above, so that the rank that hangs is found before."""
     on_non_finite: NonFinite = key(resume="free")
     """What a loss or gradient norm that is not finite leads to; one decision of all ranks."""
+    fp8_guard: bool = key(resume="warn")
+    """Let layers compute in BF16 for a while when a loss spikes, an update is not finite, or what they quantise leaves
+    the format beyond the next two shares; one decision of all ranks. Looks at samples (`telemetry.fp8_interval`)."""
+    fp8_guard_overflow: float = key(resume="warn")
+    """Guard: largest share of an operand's elements that may saturate."""
+    fp8_guard_underflow: float = key(resume="warn")
+    """Guard: largest share of an operand's elements that may become 0."""
+    fp8_guard_spike: float = key(resume="warn")
+    """Guard: a loss above so many times the decaying mean of losses is a spike."""
+    fp8_guard_share: float = key(resume="warn")
+    """Guard: share of the layers that a spike or an update that is not finite demotes, those that keep least of their
+    signal first."""
+    fp8_guard_steps: int = key(resume="warn")
+    """Guard: a layer stays in BF16 for at least so many steps; twice as many each further time."""
+    rollback: int = key(resume="free")
+    """How often a run may go back to its last checkpoint from before a rise of the loss, and pass over the data since
+    then; counted over all attempts. 0 never goes back."""
+    rollback_spike: float = key(resume="free")
+    """Rollback: a loss above so many times the decaying mean of losses is high; one that is not finite is too."""
+    rollback_patience: int = key(resume="free")
+    """Rollback: steps in a row with a high loss."""
+    rollback_lr: float = key(resume="warn")
+    """Rollback: the learning rate is multiplied by this after each; 1 leaves it."""
     max_requeues: int = key(resume="free")
     """Under Slurm: how often in a row the job is queued again without a new checkpoint; 0 never queues it again."""
     exit_before: int | None = key(resume="free")
@@ -383,6 +428,11 @@ class Telemetry:
     """Look for slow ranks every this many steps; 0 never looks."""
     straggler_share: float = key(resume="free")
     """A rank is slow if the others wait for it for more than this share of the step, in the mean."""
+    fp8_interval: int | None = key(resume="free")
+    """Measure what the linear layers quantise every this many steps, into fp8.jsonl; 0 never. Null for 100, or for
+    never where steps are recorded as CUDA graphs, in which nothing can be caught."""
+    fp8_share: float = key(resume="free")
+    """Samples come later where they would take more than this share of the time."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -205,6 +205,12 @@ CONFIG_RULES = (
     checks_fp8.narrow_formats_run_on_bf16,
     checks_fp8.recipe_suits_the_cluster,
     checks_fp8.shapes_are_multiples,
+    checks_fp8.amaxes_are_shared_where_they_must,
+    checks_fp8.exceptions_name_layers,
+    checks_fp8.exceptions_can_step_out,
+    checks_fp8.linear_layers_alone_are_emulated,
+    checks_fp8.recordings_know_their_group,
+    checks_fp8.samples_can_be_taken,
     *checks_model.RULES,
     *checks_cluster.RULES,
 )
@@ -278,5 +284,6 @@ MACHINE_RULES = (
     checks_execution.kernels_are_there,
     checks_execution.variables_are_deterministic,
     checks_fp8.gpus_compute_the_recipe,
+    checks_fp8.reduction_is_known,
     text_is_there,
 )

@@ -127,6 +127,14 @@ def explain(options: argparse.Namespace) -> int:
     return explain.run(Path(options.run), as_json=options.json)
 
 
+def fp8(options: argparse.Namespace) -> int:
+    """Show what a run's narrow format did to its layers."""
+    from shardwright.pretrain import fp8_report
+
+    html = Path(options.html) if options.html else None
+    return fp8_report.run(Path(options.run), html=html, as_json=options.json, show=print)
+
+
 def preflight(options: argparse.Namespace) -> int:
     """Say whether this machine, or every node of a job step, is fit to train; or what is installed."""
     if options.versions:
@@ -316,6 +324,12 @@ def _explain_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--after", metavar="JOB", help=argparse.SUPPRESS)
 
 
+def _fp8_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="the run's folder")
+    parser.add_argument("--html", metavar="FILE.html", help="draw heat maps, layers against steps")
+    parser.add_argument("--json", action="store_true", help="print the worst operands as JSON")
+
+
 def _plan_options(parser: argparse.ArgumentParser) -> None:
     _config_options(parser)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON, with every rank's place")
@@ -460,6 +474,7 @@ COMMANDS = {
     "explain": Command(
         "Tell the story of a run: attempts, steps lost, what the time went into.", _explain_options, explain
     ),
+    "fp8": Command("Show what FP8 did to each layer: the worst operands, heat maps over steps.", _fp8_options, fp8),
     "preflight": Command(
         "Say whether this machine, or every node of a job step, is fit to train.", _preflight_options, preflight
     ),

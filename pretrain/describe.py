@@ -51,6 +51,7 @@ def describe(
     consumed, steps_left = state.position.consumed_samples, max(0, config.schedule.train_iters - state.step)
     samples_left = BatchSizes.of(config.data).consumed_after(steps_left, consumed) - consumed
     fp8 = {} if precision.fp8 is None else {"fp8": precision.fp8.value, "fp8_recipe": precision.fp8_recipe.value}
+    narrow = plan.narrow
     return {
         "run": {"name": config.run.name, "dir": str(context.folder.path), "attempt": context.attempt.number},
         "model": {name: getattr(config.model, name) for name in _MODEL_FIELDS},
@@ -71,6 +72,7 @@ def describe(
             "dtype": precision.dtype.value,
             "gradients": "fp32" if precision.grad_reduce_in_fp32 else precision.dtype.value,
             **fp8,
+            **({} if narrow is None else narrow.in_words()),
         },
         "kernels": engine.kernels(),
         "process": process.facts(engine.device.type),

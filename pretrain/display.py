@@ -66,6 +66,10 @@ class Display:
             "checkpoint_damaged": self._on_checkpoint_damaged,
             "checkpoint_verified": self._on_checkpoint_verified,
             "straggler": self._on_straggler,
+            "fp8_guard": self._on_fp8_guard,
+            "rollback": self._on_rollback,
+            "rollback_impossible": self._on_rollback_impossible,
+            "non_finite_amax": self._on_non_finite_amax,
             "stop_requested": self._on_stop_requested,
             "notice_too_short": self._on_notice_too_short,
             "fault": self._on_fault,
@@ -95,10 +99,14 @@ class Display:
                 self._open_bar(total, step)
             assert self._live is not None
             loss, speed, eta = summary.number(row["loss"]), self._speed(row), self._eta()
+            if row.get("bf16_layers"):
+                loss += f" ({row['bf16_layers']} in BF16)"
             self._live.update(self._live.task_ids[0], completed=step, refresh=True, loss=loss, speed=speed, eta=eta)
         elif step % self._log_interval == 0 or step == total or self._first is row:
             parts = [f"step {step}{f'/{total}' if total else ''}", f"loss {summary.number(row['loss'])}"]
             parts += [f"grad norm {summary.number(row['grad_norm'], 3)}", f"lr {row['lr']:.3g}"] if row["lr"] else []
+            if row.get("bf16_layers"):
+                parts.append(f"{row['bf16_layers']} layers in BF16")
             self._line("  ".join([*parts, self._speed(row), f"{self._eta()} left"]))
 
     def note(self, text: str) -> None:
@@ -187,6 +195,25 @@ class Display:
         named = ", ".join(f"{rank} on {host}" for rank, host in zip(data["ranks"], data["hosts"], strict=True))
         lost = f"{summary.number(data['lost_seconds'], 3)} s, {data['share']:.0%} of a step"
         self._line(f"step {step}  slow: rank {named}; the others wait {lost}", "yellow")
+
+    def _on_rollback(self, step: int | None, data: dict[str, Any]) -> None:
+        loss, mean = summary.number(data["loss"]), summary.number(data["mean_loss"])
+        text = f"step {step}  loss {loss} after a mean of {mean}: back to step {data['to_step']}, past "
+        text += f"{data['skipped_samples']} samples ({data['number']} of at most {data['most']} times)"
+        self._line(text, "yellow")
+
+    def _on_rollback_impossible(self, step: int | None, data: dict[str, Any]) -> None:
+        self._line(f"step {step}  cannot go back: {data['reason']}", "yellow")
+
+    def _on_fp8_guard(self, step: int | None, data: dict[str, Any]) -> None:
+        moves = [("to BF16", data["demoted"]), ("back from BF16", data["promoted"])]
+        for where, layers in moves:
+            if layers:
+                more = f" and {len(layers) - 3} more" if len(layers) > 3 else ""
+                self._line(f"step {step}  {where}: {', '.join(layers[:3])}{more} ({data['reason']})", "yellow")
+
+    def _on_non_finite_amax(self, step: int | None, data: dict[str, Any]) -> None:
+        self._line(f"step {step}  {data['reason']}; its scale stays", "yellow")
 
     def _on_stop_requested(self, step: int | None, data: dict[str, Any]) -> None:
         self._line("asked to stop: saves after the present step; Ctrl-C again ends it at once, unsaved", "yellow")

@@ -77,8 +77,9 @@ class Follower:
         try:
             with self._path.open("rb") as file:
                 stat = os.fstat(file.fileno())
-                if stat.st_ino != self._inode or stat.st_size < self._offset:
+                if stat.st_ino != self._inode:
                     self._inode, self._offset = stat.st_ino, 0
+                self._offset = min(self._offset, stat.st_size)  # rows were taken back
                 file.seek(self._offset)
                 chunk = file.read()
         except FileNotFoundError:

@@ -4,6 +4,7 @@
     attempts/001/                   config.yaml of that attempt, launch.json, provenance.json, logs/, errors/,
                                     removed_metrics.jsonl (rows of steps that were done again)
     metrics.jsonl  events.jsonl     a row per step, a row per event
+    fp8.jsonl                       a row per sampled step, linear layer and operand, with a narrow format
     status.json                     how it stands; exit codes are masked by torchrun and Slurm, this file is not
     checkpoints/
     lock  lock.json                 the writer's lock, and who holds it
@@ -137,6 +138,11 @@ class RunFolder:
     def attempts(self) -> Path:
         """Folder of the attempts."""
         return self.path / "attempts"
+
+    @property
+    def fp8(self) -> Path:
+        """A row for each operand that was sampled."""
+        return self.path / "fp8.jsonl"
 
     @property
     def metrics(self) -> Path:
@@ -287,6 +293,8 @@ class RunFolder:
 
     def cut_metrics(self, step: int, attempt: Attempt) -> int:
         """Keep the metrics up to `step`, move later rows into the attempt; rank 0, before its first row."""
+        fp8 = ("step", "layer", "operand")
+        metrics.cut(self.fp8, step, removed=attempt.path / "removed_fp8.jsonl", identity=fp8)
         return metrics.cut(self.metrics, step, removed=attempt.path / "removed_metrics.jsonl")
 
     def status(self) -> dict[str, Any]:

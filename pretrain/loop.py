@@ -8,26 +8,31 @@ import math
 import resource
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardwright.conf.choices import NonFinite
+from shardwright.conf.choices import NonFinite, NonFiniteAmax
 from shardwright.data.loader import Batch
 from shardwright.parallel.mcore.engine import Engine, StepResult
 from shardwright.pretrain import heartbeat
 from shardwright.pretrain.checkpoint import Checkpoints
 from shardwright.pretrain.faults import TrainingFault
+from shardwright.pretrain.fp8_watch import Fp8Watch
 from shardwright.pretrain.plan import Plan, peak_flops
 from shardwright.pretrain.rank import RankContext
+from shardwright.pretrain.rollback import Rollback, lr_factor
 from shardwright.pretrain.schedule import Update, next_update
 from shardwright.pretrain.stragglers import Stragglers
 from shardwright.pretrain.trainer_state import TrainerState
 
+_NAMED = 8
+"""Tensors that a message names."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(slots=True, kw_only=True)
 class Loop:
     """What the loop works with; built by `run`."""
 
@@ -39,6 +44,8 @@ class Loop:
     """The first `eval_iters` global batches of the validation split, anew at every call; None never evaluates."""
     checkpoints: Checkpoints
     stragglers: Stragglers
+    fp8: Fp8Watch
+    rollback: Rollback
 
     def train(self, state: TrainerState) -> tuple[str, TrainerState]:
         """Train from `state` to the last step, or to a stop request.
@@ -54,6 +61,9 @@ class Loop:
         saved_step, stopped = state.step, False
         while state.step < schedule.train_iters and not stopped:
             state, stopped = self.step(state)
+            if self.rollback.due(state) and not stopped:
+                state = self._go_back(state)
+                continue
             last, validation_loss = state.step == schedule.train_iters or stopped, None
             if self.evaluation_batches and self._due(schedule.eval_interval, state.step, last and not stopped):
                 began = time.monotonic()
@@ -70,6 +80,16 @@ class Loop:
         assert saved_step == state.step, "the last step was not saved"
         return ("stopped" if state.step < schedule.train_iters else "done"), state
 
+    def _go_back(self, state: TrainerState) -> TrainerState:
+        """Leave a rise of the loss behind, before anything of it is saved; where the run stands then."""
+        self.context.heart.beat(heartbeat.SAVING)
+        self.checkpoints.finish()
+        state, batches = self.rollback.go_back(state)
+        if batches is not None:
+            self.training_batches = batches
+            self.fp8.go_back(state.fp8_guard)
+        return state
+
     def step(self, state: TrainerState) -> tuple[TrainerState, bool]:
         """One update, with all that belongs to every step and nothing that belongs to some.
 
@@ -79,14 +99,21 @@ class Loop:
         config = self.context.config
         started, update = time.monotonic(), next_update(state.step, state.position.consumed_samples, config)
         self.context.heart.beat(heartbeat.DATA, update.number)
+        how = config.resilience
+        update = replace(update, learning_rate=update.learning_rate * lr_factor(state.rollbacks, how))
+        self.fp8.before_step(update.number, state.fp8_guard)
         self.stragglers.works()
         result = self.engine.train_step(next(self.training_batches), update.learning_rate, update.weight_decay)
         self.stragglers.works()
-        finite = self._judge(result, update.number)
+        finite = self._judge_amaxes(result, update.number)
+        finite = self._judge(result, update.number) and finite
         state = state.after_step(
             update.batch_size, result.num_tokens, updated=result.updated, finite=finite, loss=result.loss
         )
+        spikes = state.spikes.after_step(result.loss, state.step, how.rollback_spike, finite=finite)
+        state = replace(state, spikes=spikes)
         seconds = time.monotonic() - started
+        state = self.fp8.after_step(state, result, finite=finite, seconds=seconds)
         self.context.deadline.took("step", seconds)
         self._report(state, result, update, seconds)
         if config.execution.gc_interval and state.step % config.execution.gc_interval == 0:
@@ -121,6 +148,26 @@ class Loop:
         if self.context.environment.rank == 0:
             self.context.events.write("update_skipped", update, reason=text)
         return False
+
+    def _judge_amaxes(self, result: StepResult, update: int) -> bool:
+        """Whether all that was quantised was finite, or the update was made all the same.
+
+        Raises:
+            TrainingFault: it was not, under policy stop; on all ranks alike.
+        """
+        found = result.non_finite_amaxes
+        if not found:
+            return True
+        policy = self.context.config.precision.on_non_finite_amax
+        named = ", ".join(f"{tensor} on rank {rank}" for rank, tensor in found[:_NAMED])
+        text = f"update {update}: quantised what is not finite: {named}" + ", ..." * (len(found) > _NAMED)
+        if policy is NonFiniteAmax.stop:
+            self.checkpoints.finish()
+            raise TrainingFault(f"{text}; no history took it in, the update was not made and nothing of it is saved")
+        if self.context.environment.rank == 0:
+            kept = policy is NonFiniteAmax.keep_scale
+            self.context.events.write("non_finite_amax" if kept else "update_skipped", update, reason=text)
+        return policy is NonFiniteAmax.keep_scale
 
     def _agree(self) -> bool:
         """Whether any rank was asked to stop; and a checkpoint that all ranks have written is committed.
@@ -187,6 +234,8 @@ class Loop:
             **result.expert_losses,
             **result.expert_load,
         }
+        if self.context.config.resilience.fp8_guard:
+            row["bf16_layers"] = len(state.fp8_guard.in_bf16)
         self.context.metrics.append(row)
 
 

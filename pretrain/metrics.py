@@ -6,8 +6,9 @@ is lost, they move to the attempt's folder, and the steps are written again.
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from shardwright.pretrain.events import JsonLines, Row, now
 
@@ -46,32 +47,34 @@ class MetricsLog:
             self._listener(full)
 
 
-def cut(path: Path, step: int, *, removed: Path) -> int:
+def cut(path: Path, step: int, *, removed: Path, identity: Sequence[str] = ("step",)) -> int:
     """Keep the rows up to `step`, byte for byte; drop a torn or unreadable line.
 
     Args:
         path: `metrics.jsonl`; replaced atomically, and left alone where nothing is to be cut.
         step: the step that the run continues from.
         removed: file that the rows of later steps are appended to.
+        identity: columns that tell rows apart; of several rows with the same ones the last stays.
 
     Returns:
         The number of rows that were moved away.
     """
     if not path.exists():
         return 0
-    kept: dict[int, bytes] = {}
+    kept: dict[tuple[Any, ...], bytes] = {}
     later: list[bytes] = []
     content = path.read_bytes()
     for line in content.splitlines(keepends=True):
         try:
-            at = json.loads(line)["step"] if line.endswith(b"\n") else None
+            row = json.loads(line) if line.endswith(b"\n") else {}
+            at, key = row["step"], tuple(row[name] for name in identity)
         except (ValueError, KeyError, TypeError):
             continue
         if isinstance(at, int):
             if at > step:
                 later.append(line)
             else:
-                kept[at] = line
+                kept[key] = line
     rest = b"".join(kept.values())
     if rest == content:
         return 0
@@ -80,6 +83,24 @@ def cut(path: Path, step: int, *, removed: Path) -> int:
     _write_synced(part, [rest], "wb")
     part.replace(path)
     return len(later)
+
+
+def take_back(path: Path, step: int, *, removed: Path) -> None:
+    """Cut the rows of later steps off the end of a file that its one writer goes on to append to.
+
+    In place, unlike `cut`: the writer keeps it open. Its rows are in the order of their steps.
+
+    Args:
+        path: may not exist.
+        step: the step that the run goes back to.
+        removed: file that the rows are appended to.
+    """
+    if not path.exists():
+        return
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = next((place for place, line in enumerate(lines) if json.loads(line)["step"] > step), len(lines))
+    _write_synced(removed, lines[kept:], "ab")
+    os.truncate(path, sum(map(len, lines[:kept])))
 
 
 def _write_synced(path: Path, lines: list[bytes], mode: str) -> None:

@@ -8,12 +8,15 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from shardwright.conf.choices import Fp8Recipe
 from shardwright.conf.compose import shown
 from shardwright.conf.problems import Problem
 from shardwright.conf.schema import Config
 from shardwright.conf.schema_model import Model
 from shardwright.data.batch_size import BatchSizes
+from shardwright.parallel import linears
 from shardwright.parallel.layout import DENSE, EXPERT, Layout
+from shardwright.parallel.linears import InBf16
 from shardwright.parallel.stages import Chunk, Split, Stages
 from shardwright.pretrain import model_size, reliability
 from shardwright.pretrain.model_size import Weights
@@ -50,6 +53,31 @@ class BatchPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Narrow:
+    """Which linear layers compute in a narrow format, and which ranks share the scales of delayed scaling."""
+
+    layers: int
+    """Linear layers of the model that a recipe is for."""
+    in_bf16: tuple[str, ...]
+    """Names of those that compute in BF16 all the same."""
+    amax_group: str | None
+    """Name of the group that shares scales; None without delayed scaling."""
+    amax_ranks: tuple[tuple[int, ...], ...]
+    """The groups of that name."""
+
+    def in_words(self) -> dict[str, str]:
+        """For people: what the start table says."""
+        words = {"linear layers": f"{self.layers - len(self.in_bf16)} of {self.layers}"}
+        if self.in_bf16:
+            words["in bf16"] = f"{len(self.in_bf16)} ({', '.join(self.in_bf16[:2])}{', …' * (len(self.in_bf16) > 2)})"
+        if self.amax_group is not None:
+            groups = " ".join("[" + ",".join(map(str, ranks)) + "]" for ranks in self.amax_ranks[:4])
+            more = f" … {len(self.amax_ranks)} groups" if len(self.amax_ranks) > 4 else ""
+            words["amaxes shared by"] = f"{self.amax_group} {groups}{more}"
+        return words
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Everything about a run that follows from its configuration."""
 
@@ -71,6 +99,8 @@ class Plan:
     """Of forward and backward, with multi-token prediction."""
     mtp_flops_per_token: float
     """What multi-token prediction adds to that."""
+    narrow: Narrow | None
+    """What computes in a narrow format; None without one."""
     train_samples: int
     """Samples of the whole run."""
     train_tokens: int
@@ -105,11 +135,27 @@ def make_plan(config: Config) -> Plan:
         ),
         flops_per_token=flops_per_token,
         mtp_flops_per_token=mtp_flops,
+        narrow=narrow(config, places),
         train_samples=samples,
         train_tokens=samples * config.data.seq_length,
         reliability=reliability.of(
             config, step_flops=flops_per_token * steps.tokens_per_step, peak=peak_flops(config.cluster.gpu.name)
         ),
+    )
+
+
+def narrow(config: Config, places: Layout) -> Narrow | None:
+    """What computes in FP8 or FP4; None without a narrow format."""
+    precision = config.precision
+    if precision.fp8 is None and precision.fp4 is None:
+        return None
+    names = linears.names(config)
+    delayed = precision.fp4 is None and precision.fp8_recipe is Fp8Recipe.delayed
+    return Narrow(
+        layers=len(names),
+        in_bf16=tuple(InBf16.of(config).among(names)),
+        amax_group=precision.amax_group.name if delayed else None,
+        amax_ranks=tuple(places.groups(precision.amax_group.name)) if delayed else (),
     )
 
 
@@ -235,7 +281,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "train_tokens": plan.train_tokens,
             "train_flops": plan.train_flops,
         },
-        "precision": {"dtype": shown(config.precision.dtype), "fp8": fp8_name(config)},
+        "precision": {"dtype": shown(config.precision.dtype), "fp8": fp8_name(config)}
+        | (plan.narrow.in_words() if plan.narrow else {}),
         "reliability": None if plan.reliability is None else _expected(plan.reliability),
     }
 

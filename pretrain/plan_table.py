@@ -137,6 +137,7 @@ def _precision(planned: Plan) -> dict[str, str]:
     return {
         "parameters": f"{shown(precision.dtype)}, main weights fp32, gradients reduced in {gradients}",
         "FP8": plan.fp8_name(planned.config) or "none",
+        **(planned.narrow.in_words() if planned.narrow else {}),
     }
 
 

@@ -40,7 +40,7 @@ RANGES = (
             "optimizer": "muon_num_ns_steps",
             "schedule": "train_iters lr_decay_iters lr_wsd_decay_iters",
             "checkpoint": "keep_last",
-            "resilience": "distributed_timeout_seconds",
+            "resilience": "distributed_timeout_seconds fp8_guard_steps rollback_patience",
             "telemetry": "log_interval",
             "execution": "cross_entropy_chunks",
             "cluster": "nodes gpus_per_node ranks cpus array_limit chain",
@@ -53,15 +53,15 @@ RANGES = (
         {
             "model": "moe_router_bias_update_rate moe_aux_loss_coeff moe_z_loss_coeff mscale_all_dim "
             "mtp_loss_scaling_factor",
-            "precision": "fp8_margin",
+            "precision": "fp8_margin amax_check_interval num_layers_at_start_in_bf16 num_layers_at_end_in_bf16",
             "data": "num_workers",
             "optimizer": "min_lr weight_decay clip_grad",
             "schedule": "lr_warmup_iters lr_warmup_samples end_weight_decay eval_interval eval_iters",
             "checkpoint": "save_interval load_step keep_every keep_best keep_hours",
             "execution": "cpu_offloading_num_layers gc_interval",
             "resilience": "start_timeout_seconds data_timeout_seconds load_timeout_seconds first_step_timeout_seconds "
-            "step_timeout_seconds evaluation_timeout_seconds save_timeout_seconds max_requeues exit_before",
-            "telemetry": "straggler_interval",
+            "step_timeout_seconds evaluation_timeout_seconds save_timeout_seconds rollback max_requeues exit_before",
+            "telemetry": "straggler_interval fp8_interval",
             "cluster": "signal_seconds in_job_restarts spare_nodes failures_per_gpu_day restart_seconds",
         },
     ),
@@ -81,7 +81,7 @@ RANGES = (
             "beta_fast beta_slow mscale",
             "optimizer": "lr adam_eps muon_extra_scale_factor",
             "cluster": "save_stall_seconds",
-            "telemetry": "straggler_share",
+            "telemetry": "straggler_share fp8_share",
         },
     ),
     Range(
@@ -94,7 +94,13 @@ RANGES = (
             "schedule": "lr_warmup_fraction",
         },
     ),
-    Range("must be above 0 and at most 1", lambda number: 0 < number <= 1, "1.0", {"cluster": "mfu"}),
+    Range(
+        "must be above 0 and at most 1",
+        lambda number: 0 < number <= 1,
+        "1.0",
+        {"cluster": "mfu", "resilience": "fp8_guard_overflow fp8_guard_underflow fp8_guard_share rollback_lr"},
+    ),
+    Range("must be above 1", lambda number: number > 1, "", {"resilience": "fp8_guard_spike rollback_spike"}),
 )
 
 

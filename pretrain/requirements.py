@@ -98,6 +98,14 @@ REQUIREMENTS = {
         "no drawings",
         "7.1.0",
     ),
+    "tensorboard": Requirement(
+        "tensorboard",
+        ("tensorboard",),
+        "2.20",
+        "in the checkout: pip install -c constraints.txt -e '.[telemetry]'",
+        "no histograms of what FP8 quantises",
+        "2.21.0",
+    ),
     "sentencepiece": Requirement(
         "sentencepiece",
         ("sentencepiece",),

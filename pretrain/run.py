@@ -7,6 +7,7 @@ torn down by collectives: the exception leaves, `rank` writes it down and ends t
 import gc
 import os
 import time
+from collections.abc import Generator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from shardwright.conf.choices import CudaGraph
 from shardwright.data.batch_size import BatchSizes
-from shardwright.data.loader import batches
+from shardwright.data.loader import Batch, batches
 from shardwright.data.sampler import DataPosition, samples_needed
 from shardwright.data.source import Source
 from shardwright.parallel.layout import Layout
@@ -71,9 +72,12 @@ def assemble(context: RankContext) -> tuple["Loop", TrainerState]:
     from shardwright.parallel.mcore import shards
     from shardwright.parallel.mcore.datasets import gpt_epoch
     from shardwright.parallel.mcore.engine import Engine
+    from shardwright.pretrain import rollback
     from shardwright.pretrain.checkpoint import Checkpoints
     from shardwright.pretrain.describe import HOST, describe, rank_map
+    from shardwright.pretrain.fp8_watch import Fp8Watch
     from shardwright.pretrain.loop import Loop
+    from shardwright.pretrain.rollback import Rollback
     from shardwright.pretrain.stragglers import Stragglers
 
     store = meet(context)
@@ -84,14 +88,22 @@ def assemble(context: RankContext) -> tuple["Loop", TrainerState]:
     source = Source(config.data, seed=config.run.seed, build_epoch=gpt_epoch)
     state = state.on_data(source.identity)
     batch_sizes, eval_steps = BatchSizes.of(config.data), config.schedule.eval_iters
-    num_steps = max(0, config.schedule.train_iters - state.step)
     share = partial(
         batches,
         micro_batch_size=config.data.micro_batch_size,
         dp_rank=plan.layout.coordinates(env.rank).dp,
         dp_size=plan.layout.dp,
     )
-    training = source.stream("train", samples_needed(state.position, batch_sizes, num_steps))
+
+    num_steps = max(0, config.schedule.train_iters - state.step)
+    longest = num_steps + (config.resilience.rollback - state.rollbacks) * rollback.farthest(config)
+    stream = source.stream("train", samples_needed(state.position, batch_sizes, max(num_steps, longest)))
+
+    def feed(state: TrainerState) -> Generator[list[Batch], None, None]:
+        """This rank's micro-batches from a state on."""
+        num_steps, workers = max(0, config.schedule.train_iters - state.step), config.data.num_workers
+        return share(stream, state.position, batch_sizes=batch_sizes, num_workers=workers, num_steps=num_steps)
+
     evaluation = None
     if config.schedule.eval_interval and eval_steps:
         full = BatchSizes.constant(config.data.global_batch_size)
@@ -126,18 +138,29 @@ def assemble(context: RankContext) -> tuple["Loop", TrainerState]:
         context=context,
         plan=plan,
         engine=engine,
-        training_batches=share(
-            training,
-            state.position,
-            batch_sizes=batch_sizes,
-            num_workers=config.data.num_workers,
-            num_steps=num_steps,
-        ),
+        training_batches=feed(state),
         evaluation_batches=evaluation,
         checkpoints=Checkpoints(engine, context.folder.checkpoints, context.attempt, context.events, context.fence),
         stragglers=stragglers,
+        fp8=Fp8Watch(context, engine, state.fp8_guard),
+        rollback=Rollback(context, engine, feed, partial(_reason_against, context, store)),
     )
     return loop, state
+
+
+def _reason_against(context: RankContext, store: Store, path: Path, number: int) -> str:
+    """Why a checkpoint of this very attempt is not as it was written; every rank asks together.
+
+    Args:
+        context, store: of the rank.
+        path: the checkpoint.
+        number: of the rollback: each has keys of its own in the store.
+    """
+    env = context.environment
+    readers = len(os.sched_getaffinity(0)) // env.local_world_size
+    own = PrefixStore(f"rollback {number}", store)
+    verdict = checkpoint_integrity.verify_together(path, own, env.rank, env.world_size, readers=readers)
+    return "; ".join(verdict.reasons)
 
 
 def _sound_checkpoint(context: RankContext, store: Store) -> Path:

@@ -9,6 +9,8 @@ from shardwright.conf.problems import Problem, RefusedError
 from shardwright.data.sampler import DataPosition
 from shardwright.parallel.layout import Layout
 from shardwright.pretrain import checkpoint_store
+from shardwright.pretrain.fp8_guard import Guard
+from shardwright.pretrain.spikes import Spikes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +27,12 @@ class TrainerState:
     """Of these, the ones with a loss or norm that was not finite."""
     loss: float | None = None
     """Of the last update: the mean over the unmasked tokens of its global batch."""
+    fp8_guard: Guard = field(default_factory=Guard)
+    """Where the guard of narrow formats stands."""
+    spikes: Spikes = field(default_factory=Spikes)
+    """Where the loss stands beside its mean."""
+    rollbacks: int = 0
+    """How often the run went back."""
     data: str = ""
     """Identity of the data that `position` is a place in (`data.source.Source.identity`)."""
 
@@ -67,6 +75,9 @@ class TrainerState:
             "skipped_updates": self.skipped_updates,
             "non_finite_updates": self.non_finite_updates,
             "loss": self.loss if self.loss is None or math.isfinite(self.loss) else None,
+            "fp8_guard": self.fp8_guard.to_json(),
+            "spikes": self.spikes.to_json(),
+            "rollbacks": self.rollbacks,
             "data": self.data,
             "layout": asdict(layout),
             "attempt": attempt,
@@ -84,6 +95,9 @@ class TrainerState:
             skipped_updates=saved["skipped_updates"],
             non_finite_updates=saved["non_finite_updates"],
             loss=saved["loss"],
+            fp8_guard=Guard.from_json(saved.get("fp8_guard", {})),
+            spikes=Spikes.from_json(saved.get("spikes", {})),
+            rollbacks=saved.get("rollbacks", 0),
             data=saved["data"],
         )
 

@@ -9,7 +9,7 @@ infinity on any rank keeps its history and its scale on all of them, and is name
 rank (an expert without tokens) keeps its history too.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from shardwright.parallel.fp8 import quantize
 from shardwright.parallel.fp8.formats import Format
 from shardwright.parallel.fp8.linear import Pair
+from shardwright.parallel.fp8.quantize import Quantized
 
 OPERANDS = ("x", "w", "dy")
 """What a layer keeps a history of; the first two belong to its forward pass."""
@@ -77,7 +78,7 @@ class _Call:
         return quantize.by_tensor(matrix, self.histories[operand].format, self.scales[operand]).dequantize()
 
     def forward(self, x: torch.Tensor, w: torch.Tensor) -> Pair:
-        if self.notes:
+        if self.notes and x.numel():  # an expert without tokens was not called
             self.histories["x"].note(x)
             self.histories["w"].note(w)
         return self._quantized("x", x), self._quantized("w", w)
@@ -107,6 +108,13 @@ class DelayedScaling:
             operand: History.new(length, format, device) for operand, format in zip(OPERANDS, formats, strict=True)
         }
         self._to_be_recomputed: list[dict[str, torch.Tensor]] = []
+
+    def quantized(
+        self, operand: str, matrix: torch.Tensor, amax: torch.Tensor, *, scale: torch.Tensor | None = None
+    ) -> Quantized:
+        """As `linear.Recipe`; without a scale by the one that `amax` gives."""
+        format = self.histories[operand].format
+        return quantize.by_tensor(matrix, format, quantize.current_scale(amax, format) if scale is None else scale)
 
     def products(self, *, training: bool = True) -> _Call:
         """For one call of the layer.
@@ -142,8 +150,15 @@ class Regions:
     group: dist.ProcessGroup | None
     margin: int
     largest: bool
+    slots: Sequence[str] = ()
+    """Names of the layers of all ranks of the group, in one order: experts of other ranks have a place among them, so
+    that an expert shares its scales with its own copies alone. Empty where all ranks have the same layers."""
     non_finite: list[str] = field(default_factory=list)
     """Tensors whose last region had a NaN or an infinity on a rank of the group."""
+    own_non_finite: dict[str, None] = field(default_factory=dict)
+    """Tensors with a NaN or an infinity on this very rank since somebody emptied it."""
+    num_bad: int = 0
+    """How many tensors of the group were not finite since somebody set it to 0; the same on all of its ranks."""
 
     def end_forward(self) -> None:
         """After a micro-batch's forward pass. Collective: all-reduce(MAX) over the group."""
@@ -154,19 +169,33 @@ class Regions:
         self._end(("dy",))
 
     def _end(self, operands: tuple[str, ...]) -> None:
-        names = [f"{name} {operand}" for name in self.layers for operand in operands]
-        histories = [layer.histories[operand] for layer in self.layers.values() for operand in operands]
-        if not histories:
+        slots = {name: place for place, name in enumerate(self.slots or self.layers)}
+        names = [f"{name} {operand}" for name in slots for operand in operands]
+        if not names:
             return
+        own = {
+            f"{name} {operand}": layer.histories[operand] for name, layer in self.layers.items() for operand in operands
+        }
+        places = torch.tensor([place for place, name in enumerate(names) if name in own], dtype=torch.long)
+        histories = [own[name] for name in names if name in own]
         seen = torch.stack([history.seen for history in histories])
         called = torch.tensor([float(history.called) for history in histories], device=seen.device)
         finite = seen.isfinite()
-        buffer = torch.stack([seen.masked_fill(~finite, 0.0), called, (~finite).float()])
+        buffer = torch.zeros(3, len(names), device=seen.device)
+        buffer[:, places.to(seen.device)] = torch.stack([seen.masked_fill(~finite, 0.0), called, (~finite).float()])
+        self._note_own(names, places.tolist(), finite.tolist())
         if self.group is not None:
             dist.all_reduce(buffer, op=dist.ReduceOp.MAX, group=self.group)
-        bad = buffer[2].tolist()
-        self.non_finite = [name for name, flag in zip(names, bad, strict=True) if flag]
-        for history, amax, was_called, is_bad in zip(histories, buffer[0], buffer[1].tolist(), bad, strict=True):
-            if was_called and not is_bad:
+        flags = buffer[2].tolist()
+        self.non_finite = [name for name, flag in zip(names, flags, strict=True) if flag]
+        self.num_bad += len(self.non_finite)
+        amaxes, was_called = buffer[0, places.to(seen.device)], buffer[1].tolist()
+        for history, place, amax in zip(histories, places.tolist(), amaxes, strict=True):
+            if was_called[place] and not flags[place]:
                 history.roll(amax, self.margin, largest=self.largest)
             history.forget_region()
+
+    def _note_own(self, names: list[str], places: list[int], finite: list[bool]) -> None:
+        for place, is_finite in zip(places, finite, strict=True):
+            if not is_finite:
+                self.own_non_finite[names[place]] = None

@@ -14,7 +14,7 @@ import torch
 
 from shardwright.parallel.fp8 import quantize
 from shardwright.parallel.fp8.formats import E4M3, Format
-from shardwright.parallel.fp8.quantize import BLOCK
+from shardwright.parallel.fp8.quantize import BLOCK, Quantized
 
 type Pair = tuple[torch.Tensor, torch.Tensor]
 """Both operands of a product, as the fp32 numbers that their codes stand for."""
@@ -35,6 +35,18 @@ class Products(Protocol):
 
 class Recipe(Protocol):
     """How a layer quantises."""
+
+    def quantized(
+        self, operand: str, matrix: torch.Tensor, amax: torch.Tensor, *, scale: torch.Tensor | None = None
+    ) -> Quantized:
+        """An operand as this recipe quantises it along its last dimension; leaves the recipe's state alone.
+
+        Args:
+            operand: x, w or dy.
+            matrix: fp32 [M, K], rows of the operand.
+            amax: fp32 [], of the whole operand.
+            scale: of delayed scaling; None for the one that `amax` gives.
+        """
 
     def products(self, *, training: bool = True) -> Products:
         """For one call of the layer; what it takes from the layer's state stays as it is until its backward pass.
@@ -61,6 +73,13 @@ class CurrentScaling(_Stateless):
     def __init__(self, forward: Format, backward: Format) -> None:
         self._forward, self._backward = forward, backward
 
+    def quantized(
+        self, operand: str, matrix: torch.Tensor, amax: torch.Tensor, *, scale: torch.Tensor | None = None
+    ) -> Quantized:
+        """As `Recipe`."""
+        format = self._backward if operand == "dy" else self._forward
+        return quantize.by_tensor(matrix, format, quantize.current_scale(amax, format) if scale is None else scale)
+
     def _quantized(self, matrix: torch.Tensor, format: Format) -> torch.Tensor:
         scale = quantize.current_scale(quantize.amax_of(matrix), format)
         return quantize.by_tensor(matrix, format, scale).dequantize()
@@ -80,6 +99,13 @@ class BlockScaling(_Stateless):
 
     def __init__(self, forward: Format = E4M3, backward: Format = E4M3) -> None:
         self._forward, self._backward = forward, backward
+
+    def quantized(
+        self, operand: str, matrix: torch.Tensor, amax: torch.Tensor, *, scale: torch.Tensor | None = None
+    ) -> Quantized:
+        """As `Recipe`."""
+        format = self._backward if operand == "dy" else self._forward
+        return quantize.by_blocks(matrix, format, (BLOCK if operand == "w" else 1, BLOCK))
 
     def forward(self, x: torch.Tensor, w: torch.Tensor) -> Pair:
         return _rows(x, self._forward), quantize.by_blocks(w, self._forward, (BLOCK, BLOCK)).dequantize()
@@ -101,6 +127,12 @@ class Mxfp8(_Stateless):
     def __init__(self, forward: Format = E4M3, backward: Format = E4M3) -> None:
         self._forward, self._backward = forward, backward
 
+    def quantized(
+        self, operand: str, matrix: torch.Tensor, amax: torch.Tensor, *, scale: torch.Tensor | None = None
+    ) -> Quantized:
+        """As `Recipe`."""
+        return quantize.mxfp8(matrix, self._backward if operand == "dy" else self._forward)
+
     def forward(self, x: torch.Tensor, w: torch.Tensor) -> Pair:
         return quantize.mxfp8(x, self._forward).dequantize(), quantize.mxfp8(w, self._forward).dequantize()
 
@@ -113,6 +145,12 @@ class Mxfp8(_Stateless):
 
 class Nvfp4(_Stateless):
     """E2M1: 16 x 16 for W, 1 x 16 for X and dY, along the dimension that is summed."""
+
+    def quantized(
+        self, operand: str, matrix: torch.Tensor, amax: torch.Tensor, *, scale: torch.Tensor | None = None
+    ) -> Quantized:
+        """As `Recipe`."""
+        return quantize.nvfp4(matrix, square=operand == "w", amax=amax)
 
     def forward(self, x: torch.Tensor, w: torch.Tensor) -> Pair:
         return quantize.nvfp4(x).dequantize(), quantize.nvfp4(w, square=True).dequantize()
@@ -130,7 +168,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, w)
         ctx.products = products
         left, right = products.forward(x.reshape(-1, x.shape[-1]), w)
-        return (left @ right.T).to(x.dtype).view(*x.shape[:-1], -1)
+        return (left @ right.T).to(x.dtype).view(*x.shape[:-1], w.shape[0])
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:

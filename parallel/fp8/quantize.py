@@ -43,11 +43,19 @@ class Quantized:
 
     def dequantize(self) -> torch.Tensor:
         """The fp32 matrix [M, K] that the codes stand for."""
-        numbers, (rows, columns) = decode(self.codes, self.format), self.codes.shape
+        return decode(self.codes, self.format) * self._spread()
+
+    def largest(self) -> torch.Tensor:
+        """The largest number that each element's scale leaves room for, fp32 [] or [M, K]."""
+        return self._spread() * self.format.max
+
+    def _spread(self) -> torch.Tensor:
+        """`scale_inv` of every element: [] for the whole tensor, else [M, K]."""
+        rows, columns = self.codes.shape
         if self.block == (0, 0):
-            return numbers * self.scale_inv
+            return self.scale_inv
         spread = self.scale_inv.repeat_interleave(self.block[0], 0).repeat_interleave(self.block[1], 1)
-        return numbers * spread[:rows, :columns]
+        return spread[:rows, :columns]
 
 
 def amax_of(matrix: torch.Tensor) -> torch.Tensor:
@@ -109,18 +117,19 @@ def mxfp8(matrix: torch.Tensor, format: Format = E4M3) -> Quantized:
     return Quantized(_matrix(codes, matrix.shape), decode_e8m0(exponents), format, (1, MX_BLOCK))
 
 
-def nvfp4(matrix: torch.Tensor, *, square: bool = False) -> Quantized:
+def nvfp4(matrix: torch.Tensor, *, square: bool = False, amax: torch.Tensor | None = None) -> Quantized:
     """E2M1 with two scales: fp32 for the tensor, E4M3 for each 1 x 16, or 16 x 16 for weights.
 
     Args:
         matrix: [M, K].
         square: blocks of 16 x 16.
+        amax: fp32 [], of a tensor that the matrix is a part of; None for the matrix's own.
 
     Source: transformer_engine 2.20.2, pytorch/custom_recipes/reference_nvfp4.py, _quantize_blockwise_reference.
     """
     block = (NV_BLOCK if square else 1, NV_BLOCK)
     blocks = _blocks(matrix.float(), block)
-    encode_scale = (E4M3.max * E2M1.max / amax_of(matrix)).clamp(max=FP32_MAX)
+    encode_scale = (E4M3.max * E2M1.max / (amax_of(matrix) if amax is None else amax)).clamp(max=FP32_MAX)
     encode_scale = torch.where(encode_scale == 0, torch.ones_like(encode_scale), encode_scale)
     multiplier = encode_scale * torch.tensor(E2M1.max, device=matrix.device).reciprocal()
     stored = decode(encode((blocks.abs().amax((1, 3)) * multiplier).clamp(max=FP32_MAX), E4M3), E4M3)

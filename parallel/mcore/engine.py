@@ -20,7 +20,7 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch.profiler import record_function
 
-from shardwright.conf.choices import CudaGraph
+from shardwright.conf.choices import CudaGraph, NonFiniteAmax
 from shardwright.conf.schema import Config
 from shardwright.data.loader import Batch
 from shardwright.parallel.layout import Layout
@@ -30,6 +30,7 @@ from shardwright.parallel.mcore.expert_load import ExpertLoad
 from shardwright.parallel.mcore.graphs import Graphs
 from shardwright.parallel.mcore.groups import Groups
 from shardwright.parallel.mcore.model import build_chunks, loss_arguments
+from shardwright.parallel.mcore.narrow import NarrowLinears
 from shardwright.parallel.mcore.translate import megatron_configs
 
 FORWARD_AND_BACKWARD, UPDATE = "forward and backward", "update"
@@ -52,6 +53,8 @@ class StepResult:
     """Loss scale of this update; None without fp16."""
     non_finite_ranks: tuple[int, ...] | None
     """None where loss and norm are finite; else the ranks whose own loss was not, none if it was the gradients."""
+    non_finite_amaxes: tuple[tuple[int, str], ...]
+    """Rank and tensor of every NaN and infinity that was quantised under delayed scaling."""
     expert_losses: dict[str, float]
     """Auxiliary losses of a model with experts, unweighted, by megatron-core's names; none of another."""
     expert_load: dict[str, float]
@@ -97,6 +100,7 @@ class Engine:
         self.chunks = build_chunks(config, padded_vocab_size, configs, layout, self.groups, device, rank)
         if device.type == "cuda":
             fp8_state.install()
+        self.narrow = NarrowLinears(config, layout, groups, self.chunks, rank)
         self.optimizer_config = configs.optimizer
         self.optimizer, self.parameter_groups = optimizers.build(config, configs.optimizer, self.chunks)
         self._refuse_non_finite_norms()
@@ -148,9 +152,12 @@ class Engine:
             reduced = self._reduce(own.clone())
         grad_norm: float | None
         self.on_part(UPDATE)
+        non_finite_amaxes = self.narrow.take_non_finite()
         with record_function(UPDATE):
             try:
-                updated, grad_norm, _ = self.optimizer.step()
+                updated, grad_norm = False, None
+                if not non_finite_amaxes or self.config.precision.on_non_finite_amax is NonFiniteAmax.keep_scale:
+                    updated, grad_norm, _ = self.optimizer.step()
             except _NonFiniteNormError as error:
                 updated, grad_norm = False, error.norm
         loss_sum, num_tokens = reduced.tolist()
@@ -161,6 +168,7 @@ class Engine:
             grad_norm=None if grad_norm is None else float(grad_norm),
             updated=bool(updated),
             loss_scale=None if loss_scale is None else float(loss_scale),
+            non_finite_amaxes=non_finite_amaxes,
             non_finite_ranks=None if finite else self._ranks_with_non_finite(own),
             expert_losses=expert_losses.collect(self.transformer_config, self.groups, len(microbatches)),
             expert_load=self._expert_load.collect(),

@@ -11,14 +11,17 @@ megatron-core's local modules lack five things, which are added here:
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.models import backends
 from megatron.core.models.gpt import gpt_layer_specs
-from megatron.core.tensor_parallel import mappings
-from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.tensor_parallel import ColumnParallelLinear, mappings
+from megatron.core.transformer import ModuleSpec, TransformerConfig, multi_latent_attention
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe import token_dispatcher
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
@@ -104,6 +107,11 @@ class EmulatedSpecs(LocalSpecs):
         """The linear layer that splits its input."""
         return EmulatedRowParallelLinear
 
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Any:
+        """The experts of a rank; megatron-core's local ones name its own linear layers (backends.py:133)."""
+        linear = {"linear_fc1": EmulatedColumnParallelLinear, "linear_fc2": EmulatedRowParallelLinear}
+        return partial(SequentialMLP, submodules=MLPSubmodules(activation_func=self.activation_func(), **linear))
+
 
 def decoder_block_spec(
     config: TransformerConfig, device: torch.device, vp_stage: int | None = None, *, emulated: bool = False
@@ -143,6 +151,8 @@ def _use_local_modules(emulated: bool) -> None:
     gpt_layer_specs.LocalSpecProvider = EmulatedSpecs if emulated else LocalSpecs
     gpt_layer_specs.LNImpl = local_norm
     gpt_layer_specs.MLASelfAttention = LocalLatentAttention
+    # latent attention asks whether its down projections are of this very class (multi_latent_attention.py:527)
+    multi_latent_attention.ColumnParallelLinear = EmulatedColumnParallelLinear if emulated else ColumnParallelLinear
     token_dispatcher.maybe_move_tensor_to_cpu = _splits_on_cpu
     uneven_parts.install()
 

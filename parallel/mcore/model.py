@@ -60,7 +60,7 @@ def build_gpt(
         pg_collection=groups,
     ).to(device)
     if emulated:
-        attach(gpt, config.precision, groups, device)
+        attach(gpt, config, groups, device)
     initial.draw_weights(gpt, model, config.run.seed)
     if config.execution.cross_entropy_chunks > 1 and gpt.post_process:
         # a checkpointed piece sees its weight without the gradient buffer that fusion would add to

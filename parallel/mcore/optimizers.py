@@ -38,12 +38,10 @@ from shardwright.conf.compose import shown
 from shardwright.conf.problems import Problem, refuse
 from shardwright.conf.schema import Config, ParamOverride
 from shardwright.parallel.mcore import torch_adam, torch_sgd
+from shardwright.parallel.mcore.names import in_whole_model
 
 NUM_NEAR = 3
 """Names that are told where a glob matches nothing."""
-
-_EXPERT = re.compile(r"(?<=\.experts\.)(local_experts\.|linear_fc[12]\.(?:weight|bias))(\d+)")
-"""The number of an expert on its rank: in megatron-core's local layers, and in Transformer Engine's grouped ones."""
 
 _CHOSEN_AT_IMPORT = {
     mcore_optimizer: ("Adam", "SGD", "USING_PYTORCH_OPTIMIZER"),
@@ -141,15 +139,7 @@ def build(
 
 def named_parameters(gpt: GPTModel) -> dict[str, torch.nn.Parameter]:
     """Every parameter of a chunk by its name in the whole model."""
-    ep = gpt.pg_collection.ep
-    first_expert = (gpt.config.num_moe_experts or 0) // ep.size() * ep.rank()
-    named = {}
-    for name, parameter in gpt.named_parameters():
-        found = re.match(r"decoder\.layers\.(\d+)\.", name)
-        number = gpt.decoder.layers[int(found[1])].layer_number - 1 if found else 0
-        whole = f"decoder.layers.{number}.{name[found.end() :]}" if found else name
-        named[_EXPERT.sub(lambda match: f"{match[1]}{int(match[2]) + first_expert}", whole)] = parameter
-    return named
+    return {in_whole_model(gpt, name): parameter for name, parameter in gpt.named_parameters()}
 
 
 def parts(optimizer: Any) -> list[Any]:

@@ -116,6 +116,8 @@ def load(engine: Engine, folder: Path, *, with_rng: bool) -> None:
         wanted = {name: wanted[name] for name in names}
     with safe_load.refusing(folder):
         without = {name: _leave_out_missing_fp8_state(wanted[name], folder) for name in names}
+        if "own_amaxes" in wanted and wanted["own_amaxes"].unique_key not in load_sharded_metadata(str(folder)):
+            del wanted["own_amaxes"]  # it was written with a larger `precision.amax_group`
         state = dist_checkpointing.load(wanted, str(folder))
     for name, chunk in zip(names, engine.chunks, strict=True):
         missing, unexpected = chunk.module.load_state_dict(state[name], strict=False)
@@ -127,6 +129,7 @@ def load(engine: Engine, folder: Path, *, with_rng: bool) -> None:
     optimizers.load_state(engine.optimizer, state["optimizer"])
     if with_rng:
         set_rng_state(state["rng"])
+        engine.narrow.load_own_state(state.get("own_amaxes", {}))
 
 
 def _holds_buckets(common: dict[str, Any]) -> bool:
@@ -141,7 +144,10 @@ def _sharded_state(engine: Engine, metadata: dict[str, Any], *, is_loading: bool
     }
     state["optimizer"] = engine.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=dict(metadata))
     if with_rng:
-        state["rng"] = ShardedObject("rng", get_rng_state(), (dist.get_world_size(),), (dist.get_rank(),))
+        place = (dist.get_world_size(),), (dist.get_rank(),)
+        state["rng"] = ShardedObject("rng", get_rng_state(), *place)
+        if engine.narrow.keeps_own_state:
+            state["own_amaxes"] = ShardedObject("own_amaxes", engine.narrow.own_state(), *place)
     return state
 
 

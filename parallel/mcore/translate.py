@@ -73,6 +73,8 @@ def _transformer(config: Config, layout: Layout, device: torch.device) -> Transf
             "fp8_margin": precision.fp8_margin,
             "fp8_amax_history_len": precision.fp8_amax_history_len,
             "fp8_amax_compute_algo": precision.fp8_amax_compute_algo.value,
+            "fp8_dot_product_attention": precision.fp8_dot_product_attention,
+            "fp8_param": precision.fp8_param_gather,
         }
     kind, attention = (
         (MLATransformerConfig, _latent(model)) if model.multi_latent_attention else (TransformerConfig, {})
@@ -233,6 +235,7 @@ def _ddp(config: Config) -> DistributedDataParallelConfig:
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.precision.grad_reduce_in_fp32,
         use_distributed_optimizer=True,
+        fp8_param_gather=config.precision.fp8_param_gather,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlap_param_gather=parallel.overlap_param_gather,
         num_distributed_optimizer_instances=parallel.num_distributed_optimizer_instances,

@@ -79,10 +79,12 @@ def test_scales_and_histories_are_the_same_to_the_bit_on_all_ranks_of_the_group(
     assert all(scale != 1.0 for scale, _ in first.values())
 
 
-def test_each_amax_enters_a_history_once_per_micro_batch(run_ranks: RunRanks) -> None:
-    found = run_ranks(state, 1, ["precision.fp8_amax_history_len=16"], 2)[0]  # two steps of four micro-batches
-    for name, (_, amaxes) in found.items():
-        assert [amax > 0 for amax in amaxes] == [False] * 8 + [True] * 8, name
+@pytest.mark.parametrize("layout", long_tail(["one rank", "PP2"], quick=["one rank"]))
+def test_each_amax_enters_a_history_once_per_micro_batch(run_ranks: RunRanks, layout: str) -> None:
+    world, overrides = LAYOUTS[layout]
+    for found in run_ranks(state, world, ["precision.fp8_amax_history_len=16", *overrides], 2):
+        for name, (_, amaxes) in found.items():  # two steps of four micro-batches
+            assert [amax > 0 for amax in amaxes] == [False] * 8 + [True] * 8, name
 
 
 @pytest.mark.parametrize(

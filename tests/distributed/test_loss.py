@@ -100,6 +100,8 @@ def evaluate_nothing(rank: int, world: int, store: str) -> str:
         evaluation_batches=None,
         checkpoints=unused,
         stragglers=unused,
+        fp8=unused,
+        rollback=unused,
     )
     with pytest.raises(TrainingFault) as caught:
         loop._evaluate(TrainerState(step=3), batches)

@@ -178,7 +178,10 @@ def completed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("shardwright ", ["train", "plan", "submit", "explain", "preflight", "bench", "checkpoint", "completion"]),
+        (
+            "shardwright ",
+            ["train", "plan", "submit", "explain", "fp8", "preflight", "bench", "checkpoint", "completion"],
+        ),
         ("shardwright tr", ["train"]),
         ("shardwright train model=", [f"model={choice}" for choice in compose.groups()["model"]]),
         ("shardwright plan --json +model=llama3_8", ["+model=llama3_8b"]),

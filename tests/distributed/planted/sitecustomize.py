@@ -1,9 +1,9 @@
 """A fault planted into one rank of a real `shardwright train`, without a hook for it in the product.
 
 Python imports `sitecustomize` at its start from PYTHONPATH (`commands.start(fault=...)` puts this folder there). In the
-rank that PLANTED_FAULT=RANK:STEP:KIND names, the engine is changed right after it is imported: its step STEP goes wrong
-as KIND says, or, with `dies_loading`, the loading of that step's checkpoint. The launcher has no RANK, so nothing
-happens there; tasks of srun have SLURM_PROCID.
+rank that PLANTED_FAULT=RANK:STEP:KIND names (`*` for all) the engine is changed right after it is imported: its step
+STEP goes wrong as KIND says, or, with `dies_loading`, the loading of that step's checkpoint. The launcher has no RANK,
+so nothing happens there; tasks of srun have SLURM_PROCID.
 """
 
 import functools
@@ -21,6 +21,8 @@ from types import ModuleType
 from typing import Any
 
 ENGINE, PREFLIGHT = "shardwright.parallel.mcore.engine", "shardwright.pretrain.preflight_torch"
+MICROBATCHES = 4
+"""Of a step of the runs that are planted into, on one data-parallel rank."""
 SLOW_SECONDS = 5.0
 """Before each file that a rank writes slowly."""
 
@@ -56,6 +58,32 @@ def happen(kind: str, engine: Any) -> None:
             writer._write = write_later
         case "has_nan":
             engine.optimizer.param_groups[0]["params"][0].data.fill_(float("nan"))
+        case "scales_otherwise":  # by the least that a number can differ
+            history = engine.narrow.layers["decoder.layers.1.mlp.linear_fc1"].recipe.histories["x"]
+
+            def differ(*_: Any) -> None:
+                history.scale = history.scale * (1 + 2**-23)
+
+            engine.model.module.register_forward_hook(differ)
+        case "quantizes_outliers":  # in one layer, in the micro-batches of this step
+            layer, left = engine.narrow.layers["decoder.layers.0.mlp.linear_fc1"], iter(range(MICROBATCHES - 1, -1, -1))
+
+            def enlarge(module: Any, inputs: Any) -> Any:
+                if next(left) == 0:
+                    hook.remove()
+                return (inputs[0] * 1e4, *inputs[1:])
+
+            hook = layer.register_forward_pre_hook(enlarge, prepend=True)
+        case "loses_its_way":  # for two steps
+            gpt = engine.model.module
+            compute, left = gpt.compute_language_model_loss, iter(range(2 * MICROBATCHES - 1, -1, -1))
+
+            def enlarged(*arguments: Any) -> Any:
+                if next(left) == 0:
+                    del gpt.compute_language_model_loss
+                return compute(*arguments) * 5
+
+            gpt.compute_language_model_loss = enlarged
         case "loses_a_loss":
             gpt, nan = engine.model.module, float("nan")
             compute = gpt.compute_language_model_loss
@@ -139,5 +167,6 @@ class Planter(MetaPathFinder):
 
 if "PLANTED_FAULT" in os.environ:
     faulty_rank, faulty_step, fault = os.environ["PLANTED_FAULT"].split(":")
-    if os.environ.get("RANK", os.environ.get("SLURM_PROCID")) == faulty_rank:
+    rank_here = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
+    if rank_here is not None and faulty_rank in (rank_here, "*"):
         sys.meta_path.insert(0, Planter(int(faulty_step), fault))
