@@ -7,6 +7,7 @@ order too unless different models of GPU are mixed.
 """
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +18,9 @@ from shardwright.conf.schema import Config
 from shardwright.pretrain import requirements
 
 try:
-    import pynvml
+    with warnings.catch_warnings():  # the package `pynvml`, which others install beside nvidia-ml-py, warns of itself
+        warnings.simplefilter("ignore", FutureWarning)
+        import pynvml
 except ImportError:  # a container without nvidia-ml-py: as without NVML
     pynvml = None
 

@@ -120,6 +120,7 @@ def test_of_ranks_that_hang_the_one_that_the_others_wait_for_is_named_and_all_ar
         assert "most recent call first" in log and "ranks_without_torch.py" in log
 
 
+@pytest.mark.slow  # guardians that look a second apart describe their ranks a second apart: it wants free cores
 def test_ranks_that_hang_at_the_same_place_are_told_so(start_impatient: Callable[..., Launched]) -> None:
     code, out = start_impatient("stands", "stands").ended()
     assert code == 3 and "ranks 1 stand at the same place, none is behind" in out
