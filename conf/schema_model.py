@@ -202,8 +202,14 @@ class Model:
 
     @property
     def has_fused_rope(self) -> bool:
-        """Whether a kernel applies the rotary positions: of latent attention YaRN's alone."""
-        return not self.multi_latent_attention or self.rope_type is RopeType.yarn
+        """Whether a kernel applies the rotary positions: of latent attention YaRN's alone, to heads of some widths.
+
+        Source: megatron-core 0.19.2, fused_mla_yarn_rope_apply.py, a kernel of Triton, whose ranges are powers of two.
+        """
+        if not self.multi_latent_attention:
+            return True
+        widths = self.qk_head_dim, self.v_head_dim, self.qk_pos_emb_head_dim
+        return self.rope_type is RopeType.yarn and all((width or 0).bit_count() == 1 for width in widths)
 
 
 def layer_pattern(text: str, num_layers: int) -> tuple[bool, ...]:

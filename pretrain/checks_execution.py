@@ -40,7 +40,7 @@ def kernels_are_for_the_model(config: Config) -> Iterator[Problem]:
         rule = f"no kernel computes model.activation_func={model.activation_func.name} of this MLP with gate and bias"
         yield Problem(key="execution.bias_activation_fusion", value="true", rule=rule, remedy="null or false works")
     if execution.apply_rope_fusion and not model.has_fused_rope:
-        rule = "the kernel for latent attention knows model.rope_type=yarn alone"
+        rule = "the kernel for latent attention knows model.rope_type=yarn alone, and heads of a power of two"
         yield Problem(key="execution.apply_rope_fusion", value="true", rule=rule, remedy="null or false works")
 
 

@@ -23,6 +23,10 @@ RECIPES = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8"
 """Recipe -> least compute capability: Ada is the first with FP8 units, Blackwell the first with block scales.
 
 Source: transformer_engine 2.20.2, pytorch/quantization.py (check_fp8_support and its siblings)."""
+ATTENTION = {"delayed": (9, 0), "tensorwise": (10, 0), "mxfp8": (10, 0)}
+"""Recipe -> least compute capability for attention's products in FP8; with the others nothing computes them.
+
+Source: transformer_engine 2.20.2, pytorch/attention/dot_product_attention/utils.py, get_attention_backend."""
 PRESETS = {
     "delayed": "fp8_delayed",
     "tensorwise": "fp8_current",
@@ -84,12 +88,18 @@ def recipe_suits_the_cluster(config: Config) -> Iterator[Problem]:
         )
         yield Problem(key="precision", value=recipe, rule=rule, remedy=remedy)
     elif gpu in CAPABILITIES:
-        yield from _too_old(recipe, gpu.name.upper(), CAPABILITIES[gpu])
+        yield from _too_old(config, recipe, gpu.name.upper(), CAPABILITIES[gpu])
 
 
-def _too_old(recipe: str, gpu: str, capability: tuple[int, int]) -> Iterator[Problem]:
-    """The problem of a GPU without units for `recipe`."""
-    least = RECIPES[recipe]
+def _too_old(config: Config, recipe: str, gpu: str, capability: tuple[int, int]) -> Iterator[Problem]:
+    """The problem of a GPU without units for `recipe`, or for attention in it."""
+    least, attention = RECIPES[recipe], ATTENTION.get(recipe)
+    if config.precision.fp8_dot_product_attention and attention and least <= capability < attention:
+        needed, present = (".".join(map(str, version)) for version in (attention, capability))
+        rule = f"needs compute capability {needed} with precision.fp8_recipe={recipe}, and {gpu} has {present}"
+        fitting = [PRESETS[name] for name, needs in ATTENTION.items() if capability >= needs]
+        remedy = " or ".join(["precision.fp8_dot_product_attention=false", *(f"precision={name}" for name in fitting)])
+        yield Problem(key="precision.fp8_dot_product_attention", value="true", rule=rule, remedy=f"{remedy} works")
     if capability < least:
         fitting = [PRESETS[name] for name, needs in RECIPES.items() if capability >= needs]
         rule = f"needs compute capability {least[0]}.{least[1]}, and {gpu} has {capability[0]}.{capability[1]}"
@@ -240,6 +250,8 @@ def linear_layers_alone_are_emulated(config: Config) -> Iterator[Problem]:
             rule = "the emulation computes the products of linear layers alone, and precision.backend=emulated"
         elif config.precision.fp8 is None:
             rule = "needs FP8, and precision.fp8=null"
+        elif name == "fp8_dot_product_attention" and recipe_of(config) not in ATTENTION:
+            rule = f"no kernel computes attention with precision.fp8_recipe={recipe_of(config)}"
         if rule:
             yield Problem(key=f"precision.{name}", value="true", rule=rule, remedy=f"precision.{name}=false works")
 
@@ -289,4 +301,4 @@ def gpus_compute_the_recipe(config: Config, machine: Machine) -> Iterator[Proble
         yield Problem(key="precision", value=recipe, rule=rule, remedy="precision=bf16 works")
     for gpu in dict.fromkeys(machine.gpus[: plan.local_ranks(config)]):
         if gpu.compute_capability is not None:
-            yield from _too_old(recipe, gpu.name or "this GPU", gpu.compute_capability)
+            yield from _too_old(config, recipe, gpu.name or "this GPU", gpu.compute_capability)

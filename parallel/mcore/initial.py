@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.models.gpt import GPTModel
 
 from shardwright.conf.schema_model import Model
+from shardwright.parallel.mcore import fp8_params
 
 BLOCK = 1 << 22
 """Elements of one block, or one row if that is more. Another number makes other weights."""
@@ -42,9 +43,13 @@ def draw_weights(gpt: GPTModel, model: Model, seed: int) -> None:
         model: its section of the configuration, for the standard deviation.
         seed: of the run.
     """
-    matrices = {weight.untyped_storage().data_ptr(): weight for weight in gpt.parameters() if weight.dim() > 1}
+    state = gpt.sharded_state_dict()
+    in_fp8 = fp8_params.to_bf16(state)
+    quantized = {id(weight): plain for weight, plain in in_fp8}
+    weights = [quantized.get(id(weight), weight) for weight in gpt.parameters()]
+    matrices = {weight.untyped_storage().data_ptr(): weight for weight in weights if weight.dim() > 1}
     drawn = dict.fromkeys(matrices, 0)
-    for piece in _pieces(gpt.sharded_state_dict()):
+    for piece in _pieces(state):
         storage = piece.data.untyped_storage().data_ptr()
         if storage in matrices:
             std = model.init_method_std
@@ -54,6 +59,7 @@ def draw_weights(gpt: GPTModel, model: Model, seed: int) -> None:
             drawn[storage] += piece.data.numel()
     missed = [storage for storage, weight in matrices.items() if drawn[storage] != weight.numel()]
     assert not missed, f"{len(missed)} matrices of the model are not whole in its checkpoint"
+    fp8_params.quantize(in_fp8)
 
 
 def _pieces(state: Any) -> Iterator[ShardedTensor]:

@@ -220,6 +220,12 @@ def load_state(optimizer: Any, state: dict[str, Any]) -> None:
         group.update(own | step)
 
 
+def give_weights(optimizer: Any) -> None:
+    """Let the model's parameters be what the main weights are, as an update does; gathering them is for the caller."""
+    for part in parts(optimizer):
+        part._copy_main_params_to_model_params()
+
+
 def kernel_names(optimizer: Any) -> str:
     """Whose classes update the weights, for people."""
     kinds = [type(part.optimizer) for part in parts(optimizer) if getattr(part, "optimizer", None) is not None]

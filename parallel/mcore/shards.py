@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 
 from shardwright.conf.choices import OptimizerFormat
 from shardwright.conf.problems import Problem, RefusedError
-from shardwright.parallel.mcore import optimizers, safe_load
+from shardwright.parallel.mcore import fp8_params, optimizers, safe_load
 from shardwright.parallel.mcore.engine import Engine
 from shardwright.parallel.mcore.shard_writer import ShardWriters
 
@@ -119,14 +119,20 @@ def load(engine: Engine, folder: Path, *, with_rng: bool) -> None:
         if "own_amaxes" in wanted and wanted["own_amaxes"].unique_key not in load_sharded_metadata(str(folder)):
             del wanted["own_amaxes"]  # it was written with a larger `precision.amax_group`
         state = dist_checkpointing.load(wanted, str(folder))
+    in_fp8 = any(fp8_params.is_in(chunk) for chunk in engine.chunks)
     for name, chunk in zip(names, engine.chunks, strict=True):
-        missing, unexpected = chunk.module.load_state_dict(state[name], strict=False)
+        for _ in range(2 if in_fp8 else 1):  # the first time brings the scales that the second one quantises with
+            missing, unexpected = chunk.module.load_state_dict(state[name], strict=False)
         if unexpected or set(missing) - without[name]:
             raise RuntimeError(f"{folder} does not fit the model: missing {missing}, unexpected {unexpected}")
     if "optimizer" not in common:
         engine.optimizer.reload_model_params()
         return
     optimizers.load_state(engine.optimizer, state["optimizer"])
+    if in_fp8:  # as after an update, from the main weights
+        optimizers.give_weights(engine.optimizer)
+        for chunk in engine.chunks:
+            chunk.start_param_sync(force_sync=True)
     if with_rng:
         set_rng_state(state["rng"])
         engine.narrow.load_own_state(state.get("own_amaxes", {}))
@@ -143,6 +149,8 @@ def _sharded_state(engine: Engine, metadata: dict[str, Any], *, is_loading: bool
         for name, chunk in zip(_chunk_names(engine), engine.chunks, strict=True)
     }
     state["optimizer"] = engine.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=dict(metadata))
+    for name in _chunk_names(engine):
+        fp8_params.to_bf16(state[name])
     if with_rng:
         place = (dist.get_world_size(),), (dist.get_rank(),)
         state["rng"] = ShardedObject("rng", get_rng_state(), *place)

@@ -16,6 +16,7 @@ Source: transformer_engine 2.20.2, pytorch/quantization.py, FP8GlobalStateManage
 
 import functools
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -54,7 +55,7 @@ class AmaxReduction:
     """
 
     def __init__(self, group: dist.ProcessGroup, modules: dict[str, Any]) -> None:
-        self._group, self._modules = group, modules
+        self._group, self._modules = group, WeakValueDictionary(modules)  # what is installed outlives a model
         self._own: dict[str, torch.Tensor] = {}
         """Buffer -> which of its amaxes were not finite on this rank."""
         self._bad: torch.Tensor | None = None

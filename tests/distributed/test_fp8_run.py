@@ -17,7 +17,7 @@ FP8 = (
     *("precision=fp8_delayed", "precision.dtype=fp32", "precision.backend=emulated"),
     *("precision.fp8_amax_history_len=2", "schedule.eval_interval=0", "schedule.lr_decay_iters=12"),
 )
-LAYER = "decoder.layers.0.mlp.linear_fc1"
+LAYER = "decoder.layers.0.mlp.linear_fc2"
 
 
 @pytest.fixture(scope="module")

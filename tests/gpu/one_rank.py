@@ -6,11 +6,16 @@ all one that failed, changes the process it was in.
 
 import dataclasses
 import gc
+import hashlib
 import json
+import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch._C._distributed_c10d import FileStore
@@ -20,6 +25,10 @@ from shardwright.conf.schema import Config
 from shardwright.data.loader import Batch
 from shardwright.parallel.mcore import environment
 from shardwright.pretrain import checks, machine, plan, process
+
+if TYPE_CHECKING:
+    from shardwright.parallel.mcore.engine import Engine
+    from shardwright.parallel.mcore.groups import Groups
 
 SMALL = [
     "model=llama",
@@ -48,6 +57,8 @@ class Curve:
     norms: list[float | None]
     peak_bytes: int
     kernels: dict[str, str]
+    amaxes: str
+    """Digest of all histories and scales of delayed scaling."""
 
 
 class OneRank:
@@ -63,11 +74,14 @@ class OneRank:
         process.prepare(config, device, 0)
         deterministic = config.execution.deterministic_mode
         self.kind, self.device = device, environment.prepare(device, deterministic=deterministic)
+
+    @cached_property
+    def groups(self) -> "Groups":
+        """The process groups, started for the first engine: data sets are built before."""
         from shardwright.parallel.mcore import groups
 
-        layout = plan.layout(self.config())
         store = FileStore(str(Path(tempfile.mkdtemp()) / "store"), 1)
-        self.groups = groups.start(layout, self.device, 0, 600, store)
+        return groups.start(plan.layout(self.config()), self.device, 0, 600, store)
 
     def config(self, *overrides: str) -> Config:
         """The small run with `overrides`."""
@@ -78,25 +92,33 @@ class OneRank:
         problems = [*checks.config_problems(config), *checks.machine_problems(config, machine.detect())]
         return [str(problem) for problem in problems]
 
-    def train(self, *overrides: str, num_steps: int = 6) -> Curve:
-        """Build an engine, train it on tokens that depend on the step alone, and let it go."""
+    def engine(self, *overrides: str) -> "Engine":
+        """The small run's engine with `overrides`; `forget` it when it is done."""
+        return self.engine_of(self.config(*overrides))
+
+    def engine_of(self, config: Config) -> "Engine":
+        """An engine as a new process would build it."""
         from shardwright.conf.choices import CudaGraph
         from shardwright.parallel.mcore import groups
         from shardwright.parallel.mcore.engine import Engine
 
-        config = self.config(*overrides)
         assert self.refusals(config) == []
-        layout, on_gpu = plan.layout(config), self.kind == "cuda"
-        recorded = config.execution.cuda_graph_impl is not CudaGraph.none
+        layout, recorded = plan.layout(config), config.execution.cuda_graph_impl is not CudaGraph.none
+        connected = self.groups
         groups.seed_everything(config.run.seed, layout, 0, recorded=recorded)
-        before = 0
+        return Engine(config, layout, connected, self.device, 0, plan.padded_vocab_size(config.model))
+
+    def train(self, *overrides: str, num_steps: int = 6) -> Curve:
+        """Build an engine, train it on tokens that depend on the step alone, and let it go."""
+        on_gpu, before = self.kind == "cuda", 0
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
-        engine = Engine(config, layout, self.groups, self.device, 0, plan.padded_vocab_size(config.model))
-        results = [engine.train_step(step_of(config, number), 1e-3, 0.1) for number in range(num_steps)]
+        engine = self.engine(*overrides)
+        results = [engine.train_step(step_of(engine.config, number), 1e-3, 0.1) for number in range(num_steps)]
         peak = torch.cuda.max_memory_allocated() - before if on_gpu else 0
-        curve = Curve([each.loss for each in results], [each.grad_norm for each in results], peak, engine.kernels())
+        losses, norms = [each.loss for each in results], [each.grad_norm for each in results]
+        curve = Curve(losses, norms, peak, engine.kernels(), digest(engine.narrow.amax_state()))
         del engine, results
         self.forget()
         return curve
@@ -110,6 +132,21 @@ class OneRank:
         gc.collect()
         if self.kind == "cuda":
             torch.cuda.empty_cache()
+
+
+def digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Of names and bytes."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        found.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def in_its_own_process(*overrides: str) -> Curve:
+    """Train one engine there: variables of the environment and recordings stay in it."""
+    done = subprocess.run([sys.executable, __file__, *overrides], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return Curve(**json.loads(done.stdout.splitlines()[-1]))
 
 
 def step_of(config: Config, seed: int) -> list[Batch]:

@@ -3,17 +3,12 @@
 `pytest tests/gpu -m gpu -s` prints a table of what was seen.
 """
 
-import json
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import pytest
 
-from . import one_rank
-from .one_rank import Curve, OneRank, step_of
+from .one_rank import Curve, OneRank, in_its_own_process, step_of
 
 pytestmark = pytest.mark.gpu
 
@@ -21,11 +16,6 @@ BF16 = 2e-3
 """Relative difference of two losses that BF16 activations, rounded at other places, may come to in six steps."""
 FP8 = 2e-2
 """The same between FP8 and BF16: E4M3 has three bits of mantissa."""
-
-
-@pytest.fixture(scope="module")
-def rank() -> Iterator[OneRank]:
-    yield OneRank("cuda")
 
 
 @pytest.fixture(scope="module")
@@ -82,14 +72,6 @@ def test_how_a_step_is_computed_does_not_change_what(
         assert curve.losses == pytest.approx(plain.losses, rel=BF16)
 
 
-def in_its_own_process(*overrides: str) -> Curve:
-    """Train one engine there: variables of the environment and recordings stay in it."""
-    command = [sys.executable, str(Path(one_rank.__file__)), *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return Curve(**json.loads(done.stdout.splitlines()[-1]))
-
-
 def test_two_deterministic_runs_agree_bit_by_bit(plain: Curve, tell: Callable[[str, Curve], None]) -> None:
     first, second = (in_its_own_process("execution=deterministic") for _ in range(2))
     tell("deterministic", first)
@@ -139,16 +121,11 @@ def test_a_recipe_that_this_gpu_cannot_compute_is_refused(rank: OneRank, precisi
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8_delayed"])
 def test_the_host_does_not_wait_inside_of_forward_and_backward(rank: OneRank, precision: str) -> None:
-    from shardwright.parallel.mcore import groups
-    from shardwright.parallel.mcore.engine import FORWARD_AND_BACKWARD, UPDATE, Engine
-    from shardwright.pretrain import plan
+    from shardwright.parallel.mcore.engine import FORWARD_AND_BACKWARD, UPDATE
     from shardwright.pretrain.tracing import trace
 
-    config = rank.config(f"precision={precision}")
-    layout = plan.layout(config)
-    groups.seed_everything(config.run.seed, layout, 0)
-    engine = Engine(config, layout, rank.groups, rank.device, 0, plan.padded_vocab_size(config.model))
-    batches = [{name: tensor.pin_memory() for name, tensor in batch.items()} for batch in step_of(config, 0)]
+    engine = rank.engine(f"precision={precision}")
+    batches = [{name: tensor.pin_memory() for name, tensor in batch.items()} for batch in step_of(engine.config, 0)]
 
     step = partial(engine.train_step, batches, 1e-3, 0.1)
     for _ in range(3):

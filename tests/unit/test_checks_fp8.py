@@ -131,3 +131,20 @@ def test_every_model_family_names_its_linear_layers() -> None:
     assert "decoder.layers.3.mlp.experts.local_experts.3.linear_fc2" in experts
     latent = linears.names(compose(["model=tiny_deepseek", "precision.backend=emulated"]))
     assert "decoder.layers.0.self_attention.linear_kv_up_proj" in latent
+
+
+@pytest.mark.parametrize(
+    ("gpu", "recipe", "refused"),
+    [
+        ("h200", "fp8_delayed", False),
+        ("h200", "fp8_current", True),
+        ("b200", "fp8_current", False),
+        ("h200", "fp8_blockwise", True),
+        ("b200", "mxfp8", False),
+    ],
+)
+def test_attention_in_fp8_wants_a_gpu_with_a_kernel_for_the_recipe(gpu: str, recipe: str, refused: bool) -> None:
+    overrides = (f"precision={recipe}", "precision.fp8_dot_product_attention=true", f"cluster.gpu={gpu}")
+    problems = [problem for problem in broken(*overrides) if problem.key == "precision.fp8_dot_product_attention"]
+    assert bool(problems) == refused
+    assert all("precision.fp8_dot_product_attention=false" in str(problem) for problem in problems)

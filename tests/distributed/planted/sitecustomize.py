@@ -66,7 +66,7 @@ def happen(kind: str, engine: Any) -> None:
 
             engine.model.module.register_forward_hook(differ)
         case "quantizes_outliers":  # in one layer, in the micro-batches of this step
-            layer, left = engine.narrow.layers["decoder.layers.0.mlp.linear_fc1"], iter(range(MICROBATCHES - 1, -1, -1))
+            layer, left = engine.narrow.layers["decoder.layers.0.mlp.linear_fc2"], iter(range(MICROBATCHES - 1, -1, -1))
 
             def enlarge(module: Any, inputs: Any) -> Any:
                 if next(left) == 0:
