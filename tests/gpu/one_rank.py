@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import torch
 from torch._C._distributed_c10d import FileStore
@@ -73,6 +74,7 @@ class OneRank:
         config = self.config(*overrides)
         process.prepare(config, device, 0)
         deterministic = config.execution.deterministic_mode
+        self._engines: WeakSet[Engine] = WeakSet()
         self.kind, self.device = device, environment.prepare(device, deterministic=deterministic)
 
     @cached_property
@@ -106,7 +108,9 @@ class OneRank:
         layout, recorded = plan.layout(config), config.execution.cuda_graph_impl is not CudaGraph.none
         connected = self.groups
         groups.seed_everything(config.run.seed, layout, 0, recorded=recorded)
-        return Engine(config, layout, connected, self.device, 0, plan.padded_vocab_size(config.model))
+        engine = Engine(config, layout, connected, self.device, 0, plan.padded_vocab_size(config.model))
+        self._engines.add(engine)
+        return engine
 
     def train(self, *overrides: str, num_steps: int = 6) -> Curve:
         """Build an engine, train it on tokens that depend on the step alone, and let it go."""
@@ -124,7 +128,13 @@ class OneRank:
         return curve
 
     def forget(self) -> None:
-        """Give back what the last engine held."""
+        """Give back what engines held that nobody holds any more."""
+        for engine in self._engines:  # hooks of autograd's nodes hold the wrapper that holds the nodes: nobody sees that
+            for chunk in engine.chunks:
+                chunk.grad_accs.clear()
+                for module in chunk.modules():  # methods with a cache hold their objects, which hold hooks of the wrapper
+                    for method in vars(type(module)).values():
+                        getattr(method, "cache_clear", lambda: None)()
         if self.kind == "cuda":
             from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
