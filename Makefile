@@ -69,7 +69,7 @@ torture: .venv/.installed ## kill a run of two ranks a hundred times at random m
 	@OMP_NUM_THREADS=1 TORTURE_KILLS=$(KILLS) .venv/bin/python -m pytest --no-header -s tests/distributed/test_torture.py
 
 proven: .venv/.installed ## write what docs/parallelism.md says was proven, from the layouts that the tests declare
-	@.venv/bin/python -m shardwright.tests.layouts_page
+	@PYTHONSAFEPATH= .venv/bin/python -m tests.layouts_page
 
 check: lint typecheck ## lint and typecheck
 

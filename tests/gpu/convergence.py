@@ -1,6 +1,6 @@
 """BF16 and every recipe of Hopper over 300 steps of real text, three seeds each, compared pair by pair.
 
-    tests/gpu/convergence.py RESULTS.json [RECIPE...]
+    python -m tests.gpu.convergence RESULTS.json [RECIPE...]
 
 One process, one GPU, a GPT-3 of the 125M shape over the sources of Python. A seed decides initial weights, dropout and
 the order of the samples, so two runs of one seed differ by their number format alone. What is compared is the loss over
@@ -29,7 +29,8 @@ from shardwright.data.sampler import DataPosition
 from shardwright.data.source import Source
 from shardwright.data.stream import Stream
 from shardwright.pretrain.schedule import next_update
-from tests.gpu.one_rank import OneRank
+
+from .one_rank import OneRank
 
 if TYPE_CHECKING:
     from shardwright.parallel.mcore.engine import Engine

@@ -1,6 +1,6 @@
 """Speeds of many configurations in one process on one GPU: ratios within minutes, where `bench step` takes an hour.
 
-    tests/gpu/in_one_process.py RESULTS.json PART...
+    python -m tests.gpu.in_one_process RESULTS.json PART...
 
 Parts: `levers`, single choices of how a step is computed against the default before and after them; `models`, other
 families in BF16 and FP8; `watch`, what samples, self-check and guard of FP8 cost. Every case builds an engine, makes
@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwright.conf.compose import compose
-from tests.gpu.one_rank import OneRank, step_of
+
+from .one_rank import OneRank, step_of
 
 if TYPE_CHECKING:
     from shardwright.parallel.mcore.engine import Engine

@@ -129,10 +129,14 @@ class OneRank:
 
     def forget(self) -> None:
         """Give back what engines held that nobody holds any more."""
-        for engine in self._engines:  # hooks of autograd's nodes hold the wrapper that holds the nodes: nobody sees that
+        for (
+            engine
+        ) in self._engines:  # hooks of autograd's nodes hold the wrapper that holds the nodes: nobody sees that
             for chunk in engine.chunks:
                 chunk.grad_accs.clear()
-                for module in chunk.modules():  # methods with a cache hold their objects, which hold hooks of the wrapper
+                for (
+                    module
+                ) in chunk.modules():  # methods with a cache hold their objects, which hold hooks of the wrapper
                     for method in vars(type(module)).values():
                         getattr(method, "cache_clear", lambda: None)()
         if self.kind == "cuda":

@@ -165,14 +165,14 @@ def test_a_node_with_bad_memory_is_left_out_of_the_next_try(
 
 @pytest.fixture(scope="module")
 def sweep(folder: Path, slurm: Slurm) -> Iterator[Path]:
-    """Three points; the middle one raises at its third step, in every attempt."""
+    """Four points of two ranks each; the second one raises at its third step, in every attempt."""
     run = folder / "points"
     fault = "cluster.setup=['case $run in */1_*) export PLANTED_FAULT=0:3:raises ;; esac']"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(PLANTED), os.environ.get("PYTHONPATH")])))
         patch.chdir(folder)
-        points = ("optimizer.lr=1e-3,2e-3,3e-3", "run.dir=points", "schedule.train_iters=6", fault)
-        job = slurm.submit("-m", *SMALL, *ONE_RANK, *points, "cluster.array_limit=2")
+        points = ("optimizer.lr=1e-3,2e-3,3e-3,4e-3", "run.dir=points", "schedule.train_iters=6", fault)
+        job = slurm.submit("-m", *SMALL, *points, "cluster.array_limit=2")
         yield run.with_name("points_sweep")
         slurm.wait(job, folder)
 
@@ -181,13 +181,14 @@ def test_a_sweep_is_one_array_in_which_one_point_fails_and_is_given_up_and_the_o
     sweep: Path, slurm: Slurm
 ) -> None:
     points = [Path(point["folder"]) for point in json.loads((sweep / "sweep.json").read_text())]
-    assert [point.name for point in points] == ["0_optimizer.lr_0.001", "1_optimizer.lr_0.002", "2_optimizer.lr_0.003"]
+    assert [point.name for point in points] == [f"{number}_optimizer.lr_0.00{number + 1}" for number in range(4)]
     (job,) = (json.loads(line)["job"] for line in (sweep / "jobs.jsonl").read_text().splitlines())
     slurm.wait(job, sweep)
-    assert [status(point)["state"] for point in points] == ["done", "failed", "done"]
+    assert [status(point)["state"] for point in points] == ["done", "failed", "done", "done"]
     assert [verdicts(point) for point in points] == [
         [("done", False)],
         [("code", True), ("code", False)],
+        [("done", False)],
         [("done", False)],
     ]
     assert "the planted error" in slurm.shardwright("explain", str(points[1]))
