@@ -128,6 +128,10 @@ class Precision:
     name)."""
     fp4: Fp4Format | None = key(resume="warn")
     """FP4 format of the GEMMs of the transformer layers (NVFP4); null for none. Needs Blackwell."""
+    fp4_random_hadamard_transform: bool = key(resume="warn")
+    """NVFP4: transform both operands of the weight gradient, so that outliers spread over their block."""
+    fp4_stochastic_rounding: bool = key(resume="warn")
+    """NVFP4: round gradients up or down by chance, so that they are right on average."""
     fp8_margin: int = key(resume="warn")
     """Delayed scaling: scales are divided by 2**margin."""
     fp8_amax_history_len: int = key(resume="warn")

@@ -21,6 +21,13 @@ DETERMINISTIC = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
 """What `execution.deterministic_mode` wants on a GPU. Source: megatron-core 0.19.2, training/determinism.py."""
+NVFP4_WITHOUT = {
+    "fp4_random_hadamard_transform": "NVTE_NVFP4_DISABLE_RHT",
+    "fp4_stochastic_rounding": "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING",
+}
+"""Key of `precision` -> the switch of Transformer Engine for going without, which megatron-core has no setting for.
+
+Source: transformer_engine 2.20.2, common/recipe, NVFP4BlockScaling."""
 _OF_A_GPU = ("CUDA_DEVICE_MAX_CONNECTIONS", "NVTE_", "NCCL_", "CUBLAS_", "PYTORCH_")
 """Names and beginnings of names of variables that bear on speed and results on a GPU."""
 
@@ -68,6 +75,8 @@ def variables(config: Config, device: str, traces: Traces | None = None) -> dict
         return {"OMP_NUM_THREADS": "1"}
     # megatron-core's overlap of communication and computation relies on the order of one queue
     wanted = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **(traces.variables() if traces else {})}
+    if config.precision.fp4 is not None:
+        wanted |= {variable: "1" for name, variable in NVFP4_WITHOUT.items() if not getattr(config.precision, name)}
     return wanted | DETERMINISTIC if config.execution.deterministic_mode else wanted
 
 

@@ -69,6 +69,25 @@ def encode(numbers: torch.Tensor, format: Format, infinity: Infinity = Infinity.
     return (codes + _E2M1_SIGN * (clamped.signbit() & ~clamped.isnan())).to(torch.uint8)
 
 
+def encode_by_chance(numbers: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """E2M1 codes that stand for the numbers on average: the nearer of both neighbours is the likelier one.
+
+    Args:
+        numbers: fp32, any shape; NaN becomes +6.
+        uniform: fp32, the same shape, random numbers from [0, 1).
+
+    Returns:
+        uint8, the same shape.
+    """
+    clamped = numbers.clamp(-E2M1.max, E2M1.max)
+    size = clamped.nan_to_num(nan=E2M1.max).abs()
+    known = torch.tensor(_E2M1_NUMBERS, device=numbers.device)
+    below = torch.bucketize(size, known, right=True) - 1
+    low, high = known[below], known[(below + 1).clamp(max=len(_E2M1_NUMBERS) - 1)]
+    codes = below + (uniform * (high - low) < size - low)
+    return (codes + _E2M1_SIGN * (clamped.signbit() & ~clamped.isnan())).to(torch.uint8)
+
+
 def decode(codes: torch.Tensor, format: Format) -> torch.Tensor:
     """The fp32 numbers of codes."""
     assert codes.dtype == torch.uint8, codes.dtype

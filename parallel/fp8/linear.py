@@ -144,22 +144,36 @@ class Mxfp8(_Stateless):
 
 
 class Nvfp4(_Stateless):
-    """E2M1: 16 x 16 for W, 1 x 16 for X and dY, along the dimension that is summed."""
+    """E2M1: 16 x 16 for W, 1 x 16 for X and dY, along the dimension that is summed.
+
+    Args:
+        hadamard: transform both operands of the weight gradient, along the tokens.
+        by_chance: round dY stochastically, so that small gradients do not vanish on average.
+
+    Source of both: arXiv:2509.25149; transformer_engine 2.20.2, common/recipe, NVFP4BlockScaling.
+    """
+
+    def __init__(self, *, hadamard: bool = False, by_chance: bool = False) -> None:
+        self._hadamard, self._by_chance = hadamard, by_chance
 
     def quantized(
         self, operand: str, matrix: torch.Tensor, amax: torch.Tensor, *, scale: torch.Tensor | None = None
     ) -> Quantized:
-        """As `Recipe`."""
+        """As `Recipe`; to the nearest number always."""
         return quantize.nvfp4(matrix, square=operand == "w", amax=amax)
 
     def forward(self, x: torch.Tensor, w: torch.Tensor) -> Pair:
         return quantize.nvfp4(x).dequantize(), quantize.nvfp4(w, square=True).dequantize()
 
     def data_gradient(self, dy: torch.Tensor, w: torch.Tensor) -> Pair:
-        return quantize.nvfp4(dy).dequantize(), quantize.nvfp4(w, square=True).dequantize()
+        return quantize.nvfp4(dy, by_chance=self._by_chance).dequantize(), quantize.nvfp4(w, square=True).dequantize()
 
     def weight_gradient(self, dy: torch.Tensor, x: torch.Tensor) -> Pair:
-        return quantize.nvfp4(dy.T).dequantize().T, quantize.nvfp4(x.T).dequantize().T
+        dy_NT, x_KT = dy.T, x.T
+        if self._hadamard:
+            dy_NT, x_KT = quantize.hadamard(dy_NT), quantize.hadamard(x_KT)
+        left = quantize.nvfp4(dy_NT, by_chance=self._by_chance).dequantize()
+        return left.T, quantize.nvfp4(x_KT).dequantize().T
 
 
 class _Linear(torch.autograd.Function):

@@ -21,12 +21,15 @@ from shardwright.parallel.fp8.formats import (
     decode,
     decode_e8m0,
     encode,
+    encode_by_chance,
     encode_e8m0,
     reciprocal_of_e8m0,
 )
 
 BLOCK, MX_BLOCK, NV_BLOCK = 128, 32, 16
 """Elements that share a scale: blockwise, MXFP8, NVFP4."""
+_SIGNS = (1.0, 1.0, 1.0, -1.0, 1.0, -1.0, -1.0, -1.0, -1.0, -1.0, -1.0, 1.0, -1.0, 1.0, -1.0, -1.0)
+"""Random once, and the same ever since. Source: transformer_engine 2.20.2, nvfp4_tensor.py, get_wgrad_sign_vector."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +120,16 @@ def mxfp8(matrix: torch.Tensor, format: Format = E4M3) -> Quantized:
     return Quantized(_matrix(codes, matrix.shape), decode_e8m0(exponents), format, (1, MX_BLOCK))
 
 
-def nvfp4(matrix: torch.Tensor, *, square: bool = False, amax: torch.Tensor | None = None) -> Quantized:
+def nvfp4(
+    matrix: torch.Tensor, *, square: bool = False, amax: torch.Tensor | None = None, by_chance: bool = False
+) -> Quantized:
     """E2M1 with two scales: fp32 for the tensor, E4M3 for each 1 x 16, or 16 x 16 for weights.
 
     Args:
         matrix: [M, K].
         square: blocks of 16 x 16.
         amax: fp32 [], of a tensor that the matrix is a part of; None for the matrix's own.
+        by_chance: round stochastically, with numbers of torch's default generator.
 
     Source: transformer_engine 2.20.2, pytorch/custom_recipes/reference_nvfp4.py, _quantize_blockwise_reference.
     """
@@ -135,8 +141,30 @@ def nvfp4(matrix: torch.Tensor, *, square: bool = False, amax: torch.Tensor | No
     stored = decode(encode((blocks.abs().amax((1, 3)) * multiplier).clamp(max=FP32_MAX), E4M3), E4M3)
     scale_inv = stored * encode_scale.reciprocal()
     scale = scale_inv.reciprocal().clamp(max=FP32_MAX)
-    codes = encode(blocks * scale[:, None, :, None], E2M1)
+    scaled = blocks * scale[:, None, :, None]
+    codes = encode_by_chance(scaled, torch.rand_like(scaled)) if by_chance else encode(scaled, E2M1)
     return Quantized(_matrix(codes, matrix.shape), scale_inv, E2M1, block)
+
+
+def hadamard(matrix: torch.Tensor) -> torch.Tensor:
+    """Rows in blocks of 16 by a Hadamard matrix with random signs, which spreads an outlier over its block.
+
+    It is orthogonal: a product of two matrices that are summed over this dimension stays what it is.
+
+    Args:
+        matrix: [M, K].
+
+    Returns:
+        fp32 [M, K], K filled with zeros up to a multiple of 16.
+
+    Source: transformer_engine 2.20.2, pytorch/tensor/nvfp4_tensor.py, get_rht_matrix; there in BF16.
+    """
+    order = torch.ones(1, 1, device=matrix.device)
+    for _ in range(NV_BLOCK.bit_length() - 1):  # Sylvester's construction
+        order = torch.cat([torch.cat([order, order], 1), torch.cat([order, -order], 1)])
+    signs = torch.tensor(_SIGNS, device=matrix.device)
+    padded = F.pad(matrix.float(), (0, -matrix.shape[1] % NV_BLOCK))
+    return (padded.reshape(-1, NV_BLOCK) @ (signs[:, None] * order / NV_BLOCK**0.5)).view(padded.shape)
 
 
 def _blocks(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:

@@ -154,7 +154,7 @@ def _end_forward(regions: Regions, gpt: torch.nn.Module, args: Any, output: Any)
 def recipe_of(precision: Precision, device: torch.device) -> Recipe:
     """The arithmetic of a configuration's narrow format, without any state yet."""
     if precision.fp4 is not None:
-        return Nvfp4()
+        return Nvfp4(hadamard=precision.fp4_random_hadamard_transform, by_chance=precision.fp4_stochastic_rounding)
     assert precision.fp8 is not None, "a layer is emulated without a narrow format"
     backward: Format = E5M2 if precision.fp8 is Fp8Format.hybrid else E4M3
     match precision.fp8_recipe:

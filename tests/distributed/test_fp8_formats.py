@@ -16,6 +16,7 @@ from shardwright.parallel.fp8.formats import (
     decode,
     decode_e8m0,
     encode,
+    encode_by_chance,
     encode_e8m0,
     reciprocal_of_e8m0,
 )
@@ -152,11 +153,32 @@ def test_the_transpose_of_a_square_block_has_its_codes() -> None:
     assert torch.equal(one.codes, other.codes.T) and torch.equal(one.scale_inv, other.scale_inv.T)
 
 
+def test_rounding_by_chance_takes_a_neighbour_and_is_right_on_average() -> None:
+    generator = torch.Generator().manual_seed(7)
+    for number in (0.1, -0.8, 2.0, 5.5, -7.0):
+        numbers = torch.full((20_000,), number)
+        rounded = decode(encode_by_chance(numbers, torch.rand(20_000, generator=generator)), E2M1)
+        assert len(rounded.unique()) <= 2
+        assert rounded.mean().item() == pytest.approx(max(number, -E2M1.max), abs=0.02)
+
+
+def test_the_hadamard_transform_leaves_a_product_as_it_is_and_spreads_an_outlier() -> None:
+    generator = torch.Generator().manual_seed(8)
+    left, right = (torch.randn(rows, 40, generator=generator) for rows in (5, 7))
+    product = quantize.hadamard(left) @ quantize.hadamard(right).T
+    assert torch.allclose(product, left @ right.T, atol=1e-5)
+    outlier = torch.zeros(1, 16)
+    outlier[0, 3] = 8.0
+    assert torch.equal(quantize.hadamard(outlier).abs(), torch.full((1, 16), 2.0))
+
+
 RECIPES: dict[str, tuple[Recipe, float]] = {
     "current": (CurrentScaling(E4M3, E5M2), 0.1),
     "blocks": (BlockScaling(), 0.05),
     "mxfp8": (Mxfp8(), 0.05),
     "nvfp4": (Nvfp4(), 0.25),
+    "nvfp4, transformed": (Nvfp4(hadamard=True), 0.25),
+    "nvfp4, transformed and by chance": (Nvfp4(hadamard=True, by_chance=True), 0.3),
 }
 """Recipe -> relative error of a product of random matrices that its format allows."""
 

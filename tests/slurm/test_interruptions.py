@@ -15,6 +15,10 @@ from .conftest import Slurm
 from .test_submit import ONE_RANK, PLANTED, SMALL, TWO_NODES, losses, rows, starts, status, verdicts
 
 LONG = ("schedule.train_iters=5000", "checkpoint.save_interval=0")
+TWO_BY_TWO = ("cluster.nodes=2", "cluster.ranks=4", "schedule.train_iters=100")
+"""The quickstart's tensor parallelism inside of each node, data parallelism over them; some steps."""
+SLOWLY = ("cluster.setup=['export PLANTED_FAULT=*:1:is_slow']",)
+"""Half a second and more for each step, so that what interrupts a run finds it at work."""
 
 
 @pytest.fixture
@@ -38,16 +42,51 @@ def test_a_second_incarnation_leaves_by_itself_and_spoils_nothing(run: Path, slu
     assert (run / "checkpoints" / f"step_{len(steps):08d}" / "COMMITTED").exists(), "cancelled, but saved"
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, slurm: Slurm) -> list[tuple[int, float]]:
+    """Losses of four ranks on two nodes that nothing stops."""
+    run = tmp_path_factory.mktemp("undisturbed") / "run"
+    slurm.wait(slurm.submit(*SMALL, *TWO_BY_TWO, f"run.dir={run}"), run)
+    return losses(run)
+
+
+@pytest.fixture
+def planted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs find the faults that tests plant."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(PLANTED), os.environ.get("PYTHONPATH")])))
+
+
 @pytest.mark.slow
-def test_the_time_limit_is_met_by_saving_and_going_on_in_the_next_job(run: Path, slurm: Slurm) -> None:
-    limits = ("cluster.time=3", "cluster.signal_seconds=60")
-    job = slurm.submit(*SMALL, *ONE_RANK, f"run.dir={run}", "schedule.train_iters=100000", *limits)
-    slurm.wait_for(lambda: len(starts(run)) == 2, run)
-    slurm.shardwright("submit", "cancel", "--now", str(run))
+@pytest.mark.usefixtures("planted")
+def test_four_ranks_lose_nothing_by_a_signal_a_requeue_and_a_killed_slurmd(
+    run: Path, slurm: Slurm, undisturbed: list[tuple[int, float]]
+) -> None:
+    job = slurm.submit(*SMALL, *TWO_BY_TWO, *SLOWLY, f"run.dir={run}", "checkpoint.save_interval=10")
+    slurm.wait_for(lambda: len(rows(run)) >= 10, run)
+    slurm.run("scancel", "--signal=USR1", "--batch", job)
+    slurm.wait_for(lambda: len(starts(run)) == 2 and len(rows(run)) >= 40, run)
+    slurm.run("scontrol", "requeue", job)
+    slurm.wait_for(lambda: len(starts(run)) == 3 and len(rows(run)) >= 70, run)
+    kill_slurmd(slurm, "n2", run)
     slurm.wait(job, run)
-    first, second = starts(run)
-    assert first == 0 < second
+    assert status(run)["state"] == "done"
+    assert len(starts(run)) == 4 and starts(run) == sorted(starts(run))
+    assert losses(run) == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("planted")
+def test_the_time_limit_is_met_by_saving_and_going_on_in_the_next_job(
+    run: Path, slurm: Slurm, undisturbed: list[tuple[int, float]]
+) -> None:
+    limits = ("cluster.time=2", "cluster.signal_seconds=70", "checkpoint.save_interval=0")
+    job = slurm.submit(*SMALL, *TWO_BY_TWO, *SLOWLY, f"run.dir={run}", *limits)
+    slurm.wait_for(lambda: len(starts(run)) == 2, run)
+    slurm.wait(job, run)
+    assert status(run)["state"] == "done"
+    assert len(starts(run)) >= 2 and starts(run) == sorted(starts(run))
     assert verdicts(run)[0] == ("stopped", True)
+    assert losses(run) == undisturbed
 
 
 def rank_of(job: str, rank: int) -> int:
@@ -81,14 +120,19 @@ def test_a_stopped_rank_is_named_with_its_node_and_stacks_and_the_job_goes_on(ru
         assert "the watch: no sign for" in log and "most recent call first" in log
 
 
+def kill_slurmd(slurm: Slurm, node: str, run: Path) -> None:
+    """Kill a node's daemon, and start it again once Slurm knows that the node is down."""
+    root = Path(os.environ["SLURM_CONF"]).parent
+    os.kill(int((root / "run" / f"slurmd.{node}.pid").read_text()), signal.SIGKILL)
+    slurm.wait_for(lambda: slurm.run("sinfo", "-h", "-n", node, "-o", "%t").startswith("down"), run)
+    subprocess.run(["slurmd", "-N", node], check=True, env={**os.environ, "PATH": f"{os.environ['PATH']}:/usr/sbin"})
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_after_the_slurmd_of_one_of_its_nodes_was_killed(run: Path, slurm: Slurm) -> None:
     job = slurm.submit(*SMALL, *TWO_NODES, f"run.dir={run}", *LONG[:1], "checkpoint.save_interval=5")
     slurm.wait_for(lambda: (run / "checkpoints" / "step_00000005" / "COMMITTED").exists(), run)
-    root = Path(os.environ["SLURM_CONF"]).parent
-    os.kill(int((root / "run" / "slurmd.n2.pid").read_text()), signal.SIGKILL)
-    slurm.wait_for(lambda: slurm.run("sinfo", "-h", "-n", "n2", "-o", "%t").startswith("down"), run)
-    subprocess.run(["slurmd", "-N", "n2"], check=True, env={**os.environ, "PATH": f"{os.environ['PATH']}:/usr/sbin"})
+    kill_slurmd(slurm, "n2", run)
     slurm.wait_for(lambda: len(starts(run)) == 2, run)
     slurm.shardwright("submit", "cancel", "--now", str(run))
     slurm.wait(job, run)
@@ -109,10 +153,10 @@ def test_a_run_leaves_before_the_time_limit_by_itself_where_slurm_gives_no_signa
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("planted")
 def test_a_node_that_preflight_finds_unfit_trains_nothing_and_is_left_out_of_the_next_try(
-    run: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+    run: Path, slurm: Slurm
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(PLANTED), os.environ.get("PYTHONPATH")])))
     fault = "cluster.setup=['[ $SLURM_RESTART_COUNT ] || export PLANTED_FAULT=0:0:computes_wrongly']"
     examined = (*SMALL, *ONE_RANK, f"run.dir={run}", "schedule.train_iters=3", "cluster.preflight=true", fault)
     slurm.wait(slurm.submit(*examined), run)

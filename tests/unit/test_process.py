@@ -22,6 +22,12 @@ def test_a_deterministic_rank_gets_the_libraries_switches_too() -> None:
     assert process.variables(config, "cuda").items() >= process.DETERMINISTIC.items()
 
 
+def test_transformer_engine_is_told_what_nvfp4_goes_without() -> None:
+    config = compose(["precision=nvfp4", "precision.fp4_stochastic_rounding=false"])
+    assert process.variables(config, "cuda").items() >= {"NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING": "1"}.items()
+    assert "NVTE_NVFP4_DISABLE_RHT" not in process.variables(config, "cuda")
+
+
 def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     process.prepare(compose([]), "cpu", 0)
