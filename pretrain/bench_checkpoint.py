@@ -30,10 +30,12 @@ _SAMPLE_SECONDS = 0.02
 
 def measure(context: RankContext) -> int:
     """Measure as many rounds as the attempt asks for; rank 0 writes `result.json` into the attempt's folder."""
-    from shardwright.pretrain.run import assemble, meet
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    from shardwright.pretrain.run import assemble
 
     loop, state = assemble(context)
-    measurement = _Measurement(context, loop, meet(context))
+    measurement = _Measurement(context, loop, _get_default_store())
     rounds = []
     for _ in range(context.attempt.launch["steps"]):
         state, _ = loop.step(state)
@@ -48,7 +50,10 @@ class _Measurement:
     """What is measured in one rank; all ranks call every method together."""
 
     def __init__(self, context: RankContext, loop: Any, store: Any) -> None:
+        from shardwright.parallel.mcore import shards
+
         self._context, self._engine, self._store = context, loop.engine, store
+        self._saver = shards.Saver(loop.engine)
         self._rank, self._world = context.environment.rank, context.environment.world_size
         self._root, self._number = context.folder.checkpoints, 0
 
@@ -78,15 +83,13 @@ class _Measurement:
 
     def _save(self, state: Any) -> dict[str, Any]:
         """One checkpoint by our writers, committed, verified and removed."""
-        from shardwright.parallel.mcore import shards
-
         folder = self._root / f".writing_step_{state.step:08d}"
         if self._rank == 0:
             checkpoint_store.begin(self._root, state.step)
         with _Memory() as memory:
             self.meet_all()
             began = time.monotonic()
-            writers = shards.begin_save(self._engine, folder)
+            writers = self._saver.begin(folder)
             stalled = time.monotonic()
             writers.wait()
             done = time.monotonic()

@@ -58,6 +58,7 @@ class Checkpoints:
         self._engine, self._root, self._attempt, self._events = engine, root, attempt, events
         self._config, self._fence = engine.config.checkpoint, fence
         self._rank, self._group = dist.get_rank(), engine.control_group
+        self._saver = shards.Saver(engine)
         self._pending: _Pending | None = None
         self._stall_seconds = 0.0
         self.longest_seconds = 0.0
@@ -83,7 +84,7 @@ class Checkpoints:
             return checkpoint_store.begin(self._root, state.step)
 
         folder = self._on_rank_0(begin, state.step)
-        writers = shards.begin_save(self._engine, folder)
+        writers = self._saver.begin(folder)
         seconds = time.monotonic() - began
         self._stall_seconds += seconds
         self._pending = _Pending(state, validation_loss, folder, writers, began, seconds, seconds)
