@@ -142,7 +142,7 @@ class Checkpoints:
     def _commit(self, pending: _Pending, began: float) -> None:
         step = pending.state.step
         written = self._completed(pending)
-        seconds: list[float] = [0.0] * dist.get_world_size()
+        seconds: list[tuple[float, float]] = [(0.0, 0.0)] * dist.get_world_size()
         dist.all_gather_object(seconds, pending.writers.seconds, group=self._group)
 
         def commit() -> None:
@@ -164,7 +164,8 @@ class Checkpoints:
                 seconds=round(ended - pending.began, 3),
                 stall_seconds=round(pending.stall_seconds + ended - began, 3),
                 gather_seconds=round(pending.gather_seconds, 3),
-                write_seconds=round(max(seconds), 3),
+                write_seconds=round(max(write for write, _ in seconds), 3),
+                hash_seconds=round(max(digest for _, digest in seconds), 3),
                 commit_seconds=round(ended - began, 3),
                 files=len(written),
                 asynchronous=self._config.async_save,
