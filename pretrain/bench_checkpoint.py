@@ -1,12 +1,12 @@
 """A rank of `bench checkpoint`: takes the parts of saving and verifying, and what the bare machine needs for the same.
 
 The first save plans, so its wait is told apart; during the second one, which confirms the plan, memory is watched,
-which takes as long as saving and so spoils its times. Then every round makes a step, so that the state is a new one, and
-measures ours, plain, plain, ours: what drifts stands on both sides of the ratios. *Plain* writing is as many processes
-as ours, each with one file of the same size, `write` and `fsync`, no digest; plain copying is a copy of as many bytes
-out of the device's memory (on the CPU: within it); plain reading reads and digests the files with as many threads. Times
-are those until the slowest rank is done, over a shared start. Files were just written: reading them mostly finds the
-page cache, on both sides.
+which takes as long as saving and so spoils its times. Then every round makes a step, so that the state is a new one,
+and measures ours, plain, plain, ours: what drifts stands on both sides of the ratios. *Plain* writing is as many
+processes as ours, each with one file of the same size, `write` and `fsync`, no digest; plain copying is a copy of as
+many bytes out of the device's memory (on the CPU: within it); plain reading reads and digests the files with as many
+threads. Times are those until the slowest rank is done, over a shared start. Files were just written: reading them
+mostly finds the page cache, on both sides.
 """
 
 import contextlib

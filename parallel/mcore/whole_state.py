@@ -48,45 +48,42 @@ def install() -> None:
 
 
 def _state(optimizer: Any) -> dict[Any, Any]:
-    """State of every parameter: buffer -> dtype -> name ("param", "exp_avg", ...) -> `_ByPlace`.
+    """State of every parameter: buffer -> dtype -> name ("param", "exp_avg", ...) -> `_ByPlace` of fp32 tensors.
 
     Collective: all-gather over the data-parallel group where it has several ranks.
     """
-    group, state = optimizer.data_parallel_group, {}
-    for number, ranges in enumerate(optimizer.gbuf_ranges):
-        buffer = optimizer.buffers[number]
+    state = {}
+    for buffer, ranges in zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True):
         ((dtype, buckets),) = ranges.items()
         whole = {key: _ByPlace() for key in ("param", *optimizer.optimizer_state_keys)}
         for bucket, held in zip(buffer.buckets, buckets, strict=True):
-            own = {
-                parameter: optimizer._get_main_param_and_optimizer_states(parameter) for parameter in held["param_map"]
-            }
-            for key, by_place in whole.items():
-                parts = {parameter: tensors[key].detach().float() for parameter, tensors in own.items()}
-                if group.size() > 1:
-                    places = {parameter: held["param_map"][parameter]["gbuf_local"] for parameter in parts}
-                    gathered = _gather(parts, places, bucket.grad_data, group)
-                    parts = {parameter: gathered[slice(*place)] for parameter, place in bucket.param_to_index.items()}
-                for parameter, part in parts.items():
-                    by_place.put(buffer.param_index_map[parameter][0], part.view(-1))
-        state[number] = {dtype: whole}
+            fill = _take if optimizer.data_parallel_group.size() == 1 else _gather
+            fill(optimizer, buffer.param_index_map, bucket, held["param_map"], whole)
+        state[len(state)] = {dtype: whole}
     return state
 
 
-def _gather(
-    parts: dict[Any, torch.Tensor], places: dict[Any, Any], like: torch.Tensor, group: dist.ProcessGroup
-) -> torch.Tensor:
-    """All ranks' shares of a bucket, fp32, in host memory. Collective: all-gather over the group.
+def _take(optimizer: Any, starts: Any, bucket: Any, held: Any, whole: dict[str, _ByPlace]) -> None:
+    """Put what the optimizer holds of a bucket's parameters, in fp32; what is made for that goes to the host."""
+    made_here = optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+    for parameter in held:
+        tensors = optimizer._get_main_param_and_optimizer_states(parameter)
+        for key, by_place in whole.items():
+            tensor = tensors[key].detach().float().view(-1)
+            by_place.put(starts[parameter][0], tensor.cpu() if made_here else tensor)
 
-    Args:
-        parts: what this rank holds of each parameter, flat.
-        places: where it lies in this rank's share of the bucket.
-        like: a tensor of the bucket's size, on its device.
-        group: the data-parallel ranks.
-    """
-    own = like.new_zeros(like.numel() // group.size(), dtype=torch.float32)
-    for parameter, place in places.items():
-        own[place.start : place.end] = parts[parameter]
-    gathered = like.new_empty(like.numel(), dtype=torch.float32)
-    dist.all_gather_into_tensor(gathered, own, group=group)
-    return gathered.cpu()
+
+def _gather(optimizer: Any, starts: Any, bucket: Any, held: Any, whole: dict[str, _ByPlace]) -> None:
+    """Put what all ranks hold of a bucket's parameters, in host memory. Collective: all-gather over the group."""
+    group, num_elements = optimizer.data_parallel_group, bucket.grad_data.numel()
+    shares = {key: torch.zeros(num_elements // group.size(), device="cpu") for key in whole}
+    for parameter, ranges in held.items():
+        place, tensors = ranges["gbuf_local"], optimizer._get_main_param_and_optimizer_states(parameter)
+        for key, share in shares.items():
+            share[place.start : place.end] = tensors[key].detach()
+    for key, by_place in whole.items():
+        gathered = bucket.grad_data.new_empty(num_elements, dtype=torch.float32)
+        dist.all_gather_into_tensor(gathered, shares.pop(key).to(gathered.device), group=group)
+        gathered = gathered.cpu()
+        for parameter, (start, end) in bucket.param_to_index.items():
+            by_place.put(starts[parameter][0], gathered[start:end])
