@@ -110,7 +110,7 @@ class _Results:
         return self.by_writer
 
 
-class _Uncopied(FileSystemWriterAsync):
+class _Uncopied(FileSystemWriterAsync):  # type: ignore[misc]
     """Decides what goes into which file, and leaves tensors where they are: megatron-core's copies those of the CPU.
 
     Source: megatron-core 0.19.2, dist_checkpointing/strategies/filesystem_async.py:114.
@@ -118,7 +118,7 @@ class _Uncopied(FileSystemWriterAsync):
 
     def prepare_write_data(self, plan: Any, planner: Any) -> None:
         """Set what this rank writes: for every file its path, its name, and objects and tensors."""
-        self.write_buckets = []
+        self.write_buckets: list[Any] = []
         for items in filter(None, filesystem_async._split_by_size_and_type(self.thread_count, plan.items)):
             objects: list[Any] = []
             tensors: list[Any] = []

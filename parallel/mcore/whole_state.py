@@ -52,7 +52,7 @@ def _state(optimizer: Any) -> dict[Any, Any]:
 
     Collective: all-gather over the data-parallel group where it has several ranks.
     """
-    state = {}
+    state: dict[Any, Any] = {}
     for buffer, ranges in zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True):
         ((dtype, buckets),) = ranges.items()
         whole = {key: _ByPlace() for key in ("param", *optimizer.optimizer_state_keys)}

@@ -60,13 +60,14 @@ def is_restored(rank: int, world: int, store: str, folder: Path, mended: bool) -
     """Whether there is padding behind a bucket that is not the last, and whether a load brings back what was saved."""
     if not mended:
         whole_state.install = lambda: None
-    wrapped: Any = model.DistributedDataParallel
+    module: Any = model
+    wrapped = module.DistributedDataParallel
 
     def with_small_buckets(*, ddp_config: Any, **rest: Any) -> Any:
         ddp_config.bucket_size = BUCKET_ELEMENTS
         return wrapped(ddp_config=ddp_config, **rest)
 
-    model.DistributedDataParallel = with_small_buckets
+    module.DistributedDataParallel = with_small_buckets
     config = engines.config_of(["parallel.overlap_grad_reduce=true"], world)
     engine = engines.engine_of(config, rank, store)
     engines.train(engine, 1)
