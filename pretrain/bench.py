@@ -125,9 +125,9 @@ def bench_saving(overrides: Sequence[str], options: Options) -> int:
     if isinstance(result, int):
         return result
     if options.as_json:
-        print(json.dumps(bench_checkpoint.as_json(planned, found, result["rounds"]), indent=2))
+        print(json.dumps(bench_checkpoint.as_json(planned, found, result), indent=2))
     else:
-        bench_checkpoint.show(planned, result["rounds"])
+        bench_checkpoint.show(planned, result)
     return 0
 
 

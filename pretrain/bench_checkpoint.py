@@ -1,12 +1,15 @@
 """A rank of `bench checkpoint`: takes the parts of saving and verifying, and what the bare machine needs for the same.
 
-Every round makes a step, so that the state is a new one, and then measures ours, plain, plain, ours: what drifts stands
-on both sides of the ratios. *Plain* writing is as many processes as ours, each with one file of the same size, `write`
-and `fsync`, no digest; plain copying is a copy of as many bytes out of the device's memory (on the CPU: within it);
-plain reading reads and digests the files with as many threads. Times are those until the slowest rank is done, over a
-shared start. Files were just written: reading them mostly finds the page cache, on both sides.
+The first save plans, so its wait is told apart; during the second one, which confirms the plan, memory is watched,
+which takes as long as saving and so spoils its times. Then every round makes a step, so that the state is a new one,
+and measures ours, plain, plain, ours: what drifts stands on both sides of the ratios. *Plain* writing is as many
+processes as ours, each with one file of the same size, `write` and `fsync`, no digest; plain copying is a copy of as
+many bytes out of the device's memory (on the CPU: within it); plain reading reads and digests the files with as many
+threads. Times are those until the slowest rank is done, over a shared start. Files were just written: reading them
+mostly finds the page cache, on both sides.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -30,16 +33,21 @@ _SAMPLE_SECONDS = 0.02
 
 def measure(context: RankContext) -> int:
     """Measure as many rounds as the attempt asks for; rank 0 writes `result.json` into the attempt's folder."""
-    from shardwright.pretrain.run import assemble, meet
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    from shardwright.pretrain.run import assemble
 
     loop, state = assemble(context)
-    measurement = _Measurement(context, loop, meet(context))
+    measurement = _Measurement(context, loop, _get_default_store())
+    state, _ = loop.step(state)
+    first, watched = measurement.save(state), measurement.save(state, watches=True)
+    told: dict[str, Any] = {"first": first, "extra_memory_bytes": watched["extra_memory_bytes"]}
     rounds = []
     for _ in range(context.attempt.launch["steps"]):
         state, _ = loop.step(state)
         rounds.append(measurement.round(state))
     if context.environment.rank == 0:
-        write_atomic(context.attempt.path / "result.json", json.dumps({"rounds": rounds}))
+        write_atomic(context.attempt.path / "result.json", json.dumps(told | {"rounds": rounds}))
     measurement.meet_all()
     return 0
 
@@ -48,16 +56,23 @@ class _Measurement:
     """What is measured in one rank; all ranks call every method together."""
 
     def __init__(self, context: RankContext, loop: Any, store: Any) -> None:
+        from shardwright.parallel.mcore import shards
+
         self._context, self._engine, self._store = context, loop.engine, store
+        self._saver = shards.Saver(loop.engine)
         self._rank, self._world = context.environment.rank, context.environment.world_size
         self._root, self._number = context.folder.checkpoints, 0
 
     def round(self, state: Any) -> dict[str, Any]:
         """Ours, plain, plain, ours; the mean of both of each kind."""
-        ours = [self._save(state)]
+        ours = [self.save(state)]
         plain = [self._plain(ours[0]["files"]), self._plain(ours[0]["files"])]
-        ours.append(self._save(state))
-        found = {name: statistics.mean(each[name] for each in ours) for name in ours[0] if name != "files"}
+        ours.append(self.save(state))
+        found = {
+            name: statistics.mean(each[name] for each in ours)
+            for name in ours[0]
+            if name not in ("files", "extra_memory_bytes")
+        }
         return found | {name: statistics.mean(each[name] for each in plain) for name in plain[0]}
 
     def meet_all(self) -> None:
@@ -76,22 +91,20 @@ class _Measurement:
         dist.all_gather_object(found, value, group=self._engine.control_group)
         return found
 
-    def _save(self, state: Any) -> dict[str, Any]:
-        """One checkpoint by our writers, committed, verified and removed."""
-        from shardwright.parallel.mcore import shards
-
+    def save(self, state: Any, *, watches: bool = False) -> dict[str, Any]:
+        """One checkpoint by our writers, committed, verified and removed; `watches` memory, which spoils the times."""
         folder = self._root / f".writing_step_{state.step:08d}"
         if self._rank == 0:
             checkpoint_store.begin(self._root, state.step)
-        with _Memory() as memory:
+        with _Memory() if watches else contextlib.nullcontext() as memory:
             self.meet_all()
             began = time.monotonic()
-            writers = shards.begin_save(self._engine, folder)
+            writers = self._saver.begin(folder)
             stalled = time.monotonic()
             writers.wait()
             done = time.monotonic()
             assert writers.failure() is None, writers.failure()
-        waited, wrote = self._slowest(stalled - began), self._slowest(done - stalled)
+        waited, digesting = self._slowest(stalled - began), writers.seconds[1]
         own = writers.finish()
         began = time.monotonic()
         written = {name: told for part in self._everybodys(own) for name, told in part.items()}
@@ -115,11 +128,13 @@ class _Measurement:
             "bytes": verdict.num_bytes,
             "bytes_of_a_rank": max(sum(size for size, _ in part.values()) for part in self._everybodys(own)),
             "gather_seconds": waited,
-            "write_seconds": wrote,
+            "write_seconds": self._slowest(done - stalled - digesting),
+            "hash_seconds": self._slowest(digesting),
+            "background_seconds": self._slowest(done - stalled),
             "commit_seconds": self._slowest(committed - began),
             "verify_seconds": self._slowest(verdict.seconds),
             "plain_read_seconds": read,
-            "extra_memory_bytes": max(self._everybodys(memory.extra_bytes)),
+            "extra_memory_bytes": max(self._everybodys(memory.extra_bytes if memory else 0)),
             "files": [size for size, _ in own.values()],
         }
 
@@ -234,38 +249,46 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def ratios(rounds: list[dict[str, float]]) -> dict[str, float]:
-    """Medians over the rounds, and what they are to be judged by."""
+def ratios(result: dict[str, Any]) -> dict[str, float]:
+    """Medians over the rounds, what stands beside them, and what they are to be judged by."""
+    rounds = result["rounds"]
     found = {name: statistics.median(each[name] for each in rounds) for name in rounds[0]}
+    found["stall_seconds"] = found["gather_seconds"] + found["commit_seconds"]
     return found | {
-        "stall / copy": (found["gather_seconds"] + found["commit_seconds"]) / found["copy_seconds"],
+        "first_stall_seconds": result["first"]["gather_seconds"] + result["first"]["commit_seconds"],
+        "extra_memory_bytes": result["extra_memory_bytes"],
+        "stall / copy": found["stall_seconds"] / found["copy_seconds"],
         "write / plain write": found["plain_write_seconds"] / found["write_seconds"],
+        "write and hash / plain write": found["plain_write_seconds"] / found["background_seconds"],
         "verify / plain read": found["plain_read_seconds"] / found["verify_seconds"],
     }
 
 
-def as_json(planned: Plan, found: Machine, rounds: list[dict[str, float]]) -> dict[str, Any]:
+def as_json(planned: Plan, found: Machine, result: dict[str, Any]) -> dict[str, Any]:
     """All that was measured, and on what; plain JSON values."""
     measured, gathered = plan.as_json(planned), provenance.gather(found)
     return {
         "time": gathered["time"],
         "plan": {name: measured[name] for name in ("model", "layout", "precision")},
-        "median": ratios(rounds),
-        "rounds": rounds,
+        "median": ratios(result),
+        **result,
         "packages": gathered["packages"],
         "machine": gathered["machine"],
     }
 
 
-def show(planned: Plan, rounds: list[dict[str, float]]) -> None:
+def show(planned: Plan, result: dict[str, Any]) -> None:
     """Print parts and ratios for a person."""
-    found = ratios(rounds)
-    rate = summary.size(found["bytes"] / found["write_seconds"])
-    stall = found["gather_seconds"] + found["commit_seconds"]
-    rows = [
+    found = ratios(result)
+    rows: list[tuple[str | float, ...]] = [
         ("", "seconds", "the machine", "seconds", "ratio"),
-        ("training waits", stall, "copies", found["copy_seconds"], found["stall / copy"]),
+        ("training waits", found["stall_seconds"], "copies", found["copy_seconds"], found["stall / copy"]),
+        ("  gather", found["gather_seconds"]),
+        ("  commit", found["commit_seconds"]),
+        ("  at the first save", found["first_stall_seconds"]),
         ("write", found["write_seconds"], "writes", found["plain_write_seconds"], found["write / plain write"]),
+        ("hash", found["hash_seconds"]),
+        ("write and hash", found["background_seconds"], "", "", found["write and hash / plain write"]),
         (
             "verify",
             found["verify_seconds"],
@@ -274,9 +297,11 @@ def show(planned: Plan, rounds: list[dict[str, float]]) -> None:
             found["verify / plain read"],
         ),
     ]
-    print(f"{planned.layout.world_size} ranks, {summary.size(found['bytes'])}, medians of {len(rounds)} rounds")
-    print(summary.columns([[cell if isinstance(cell, str) else f"{cell:.3f}" for cell in row] for row in rows]))
-    print(f"gather {found['gather_seconds']:.3f} s, commit {found['commit_seconds']:.3f} s, write {rate}/s in all")
+    cells = [[cell if isinstance(cell, str) else f"{cell:.3f}" for cell in row] + [""] * (5 - len(row)) for row in rows]
+    print(
+        f"{planned.layout.world_size} ranks, {summary.size(found['bytes'])}, medians of {len(result['rounds'])} rounds"
+    )
+    print(summary.columns(cells))
     extra, own = summary.size(found["extra_memory_bytes"]), summary.size(found["bytes_of_a_rank"])
     print(f"extra memory of a rank at most {extra}, for the {own} that it writes")
 

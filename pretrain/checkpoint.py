@@ -58,6 +58,7 @@ class Checkpoints:
         self._engine, self._root, self._attempt, self._events = engine, root, attempt, events
         self._config, self._fence = engine.config.checkpoint, fence
         self._rank, self._group = dist.get_rank(), engine.control_group
+        self._saver = shards.Saver(engine)
         self._pending: _Pending | None = None
         self._stall_seconds = 0.0
         self.longest_seconds = 0.0
@@ -83,7 +84,7 @@ class Checkpoints:
             return checkpoint_store.begin(self._root, state.step)
 
         folder = self._on_rank_0(begin, state.step)
-        writers = shards.begin_save(self._engine, folder)
+        writers = self._saver.begin(folder)
         seconds = time.monotonic() - began
         self._stall_seconds += seconds
         self._pending = _Pending(state, validation_loss, folder, writers, began, seconds, seconds)
@@ -141,7 +142,7 @@ class Checkpoints:
     def _commit(self, pending: _Pending, began: float) -> None:
         step = pending.state.step
         written = self._completed(pending)
-        seconds: list[float] = [0.0] * dist.get_world_size()
+        seconds: list[tuple[float, float]] = [(0.0, 0.0)] * dist.get_world_size()
         dist.all_gather_object(seconds, pending.writers.seconds, group=self._group)
 
         def commit() -> None:
@@ -163,7 +164,8 @@ class Checkpoints:
                 seconds=round(ended - pending.began, 3),
                 stall_seconds=round(pending.stall_seconds + ended - began, 3),
                 gather_seconds=round(pending.gather_seconds, 3),
-                write_seconds=round(max(seconds), 3),
+                write_seconds=round(max(write for write, _ in seconds), 3),
+                hash_seconds=round(max(digest for _, digest in seconds), 3),
                 commit_seconds=round(ended - began, 3),
                 files=len(written),
                 asynchronous=self._config.async_save,

@@ -37,7 +37,7 @@ from shardwright.conf.choices import OptimizerKernel
 from shardwright.conf.compose import shown
 from shardwright.conf.problems import Problem, refuse
 from shardwright.conf.schema import Config, ParamOverride
-from shardwright.parallel.mcore import torch_adam, torch_sgd
+from shardwright.parallel.mcore import torch_adam, torch_sgd, whole_state
 from shardwright.parallel.mcore.names import in_whole_model
 
 NUM_NEAR = 3
@@ -127,6 +127,7 @@ def build(
     use_kernel(config.optimizer.kernel)
     torch_adam.mend()
     torch_sgd.allow()
+    whole_state.install()
     names = {parameter: name for chunk in chunks for name, parameter in named_parameters(chunk.module).items()}
     if config.optimizer.overrides:
         refuse(_without_match(config.optimizer.overrides, list(names.values())))

@@ -47,7 +47,7 @@ def save(engine: Engine, folder: Path) -> dict[str, tuple[int, str]]:
 
     Collective: every rank calls it; returns when all ranks have written and synced their files.
     """
-    writers = begin_save(engine, folder)
+    writers = Saver(engine).begin(folder)
     writers.wait()
     failure = writers.failure()
     if failure is not None:
@@ -56,25 +56,44 @@ def save(engine: Engine, folder: Path) -> dict[str, tuple[int, str]]:
     return writers.finish()
 
 
-def begin_save(engine: Engine, folder: Path) -> ShardWriters:
-    """Copy what falls to this rank and begin to write it into `folder`, which exists and is empty.
+class Saver:
+    """Saves one engine again and again: who writes what is planned with the first two saves, and then reused.
 
-    Collective: every rank calls it; training may go on as soon as it returns.
+    All ranks plan alike, since what an engine holds does not change. The first save is checked on all ranks: every part
+    of every tensor is written once. The second one confirms the plan, and from the third on no rank talks to others
+    before it has copied.
+
+    Args:
+        engine: what is saved.
     """
-    engine.gather_parameters()
-    strategy = TorchDistSaveShardedStrategy(thread_count=_num_files(engine))
-    parallel = FullyParallelSaveStrategyWrapper(strategy, engine.groups.dp_cp)
-    metadata = metadata_of(engine.config.checkpoint.optimizer_format)
-    return ShardWriters(
-        lambda: dist_checkpointing.save(
-            _sharded_state(engine, metadata, is_loading=False, with_rng=True),
-            str(folder),
-            sharded_strategy=parallel,
-            content_metadata=metadata,
-            async_sharded_save=True,
-            async_strategy="mcore",
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._metadata = metadata_of(engine.config.checkpoint.optimizer_format)
+        self._strategy: Any = TorchDistSaveShardedStrategy(thread_count=_num_files(engine), cached_metadata=True)
+        if engine.groups.dp_cp.size() > 1:
+            self._strategy = FullyParallelSaveStrategyWrapper(self._strategy, engine.groups.dp_cp, True)
+        self._planned = False
+
+    def begin(self, folder: Path) -> ShardWriters:
+        """Copy what falls to this rank and begin to write it into `folder`, which exists and is empty.
+
+        Collective: every rank calls it; training may go on as soon as it returns.
+        """
+        self._engine.gather_parameters()
+        writers = ShardWriters(
+            lambda: dist_checkpointing.save(
+                _sharded_state(self._engine, self._metadata, is_loading=False, with_rng=True),
+                str(folder),
+                sharded_strategy=self._strategy,
+                validate_access_integrity=not self._planned,
+                content_metadata=self._metadata,
+                async_sharded_save=True,
+                async_strategy="mcore",
+            )
         )
-    )
+        self._planned = True
+        return writers
 
 
 def _num_files(engine: Engine) -> int:
