@@ -164,7 +164,8 @@ def hadamard(matrix: torch.Tensor) -> torch.Tensor:
         order = torch.cat([torch.cat([order, order], 1), torch.cat([order, -order], 1)])
     signs = torch.tensor(_SIGNS, device=matrix.device)
     padded = F.pad(matrix.float(), (0, -matrix.shape[1] % NV_BLOCK))
-    return (padded.reshape(-1, NV_BLOCK) @ (signs[:, None] * order / NV_BLOCK**0.5)).view(padded.shape)
+    transformed: torch.Tensor = padded.reshape(-1, NV_BLOCK) @ (signs[:, None] * order / NV_BLOCK**0.5)
+    return transformed.view(padded.shape)
 
 
 def _blocks(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
