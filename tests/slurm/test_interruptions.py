@@ -15,7 +15,7 @@ from .conftest import Slurm
 from .test_submit import ONE_RANK, PLANTED, SMALL, TWO_NODES, losses, rows, starts, status, verdicts
 
 LONG = ("schedule.train_iters=5000", "checkpoint.save_interval=0")
-TWO_BY_TWO = ("cluster.nodes=2", "cluster.ranks=4", "schedule.train_iters=100")
+TWO_BY_TWO = ("cluster.nodes=2", "cluster.ranks=4", "schedule.train_iters=220")
 """The quickstart's tensor parallelism inside of each node, data parallelism over them; some steps."""
 SLOWLY = ("cluster.setup=['export PLANTED_FAULT=*:1:is_slow']",)
 """Half a second and more for each step, so that what interrupts a run finds it at work."""
@@ -79,9 +79,10 @@ def test_four_ranks_lose_nothing_by_a_signal_a_requeue_and_a_killed_slurmd(
 def test_the_time_limit_is_met_by_saving_and_going_on_in_the_next_job(
     run: Path, slurm: Slurm, undisturbed: list[tuple[int, float]]
 ) -> None:
-    limits = ("cluster.time=2", "cluster.signal_seconds=70", "checkpoint.save_interval=0")
+    limits = ("cluster.time=3", "cluster.signal_seconds=60", "checkpoint.save_interval=0")
     job = slurm.submit(*SMALL, *TWO_BY_TWO, *SLOWLY, f"run.dir={run}", *limits)
     slurm.wait_for(lambda: len(starts(run)) == 2, run)
+    slurm.wait_for(lambda: len(rows(run)) >= 130, run)
     slurm.wait(job, run)
     assert status(run)["state"] == "done"
     assert len(starts(run)) >= 2 and starts(run) == sorted(starts(run))
