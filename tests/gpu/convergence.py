@@ -2,10 +2,11 @@
 
     python -m tests.gpu.convergence RESULTS.json [RECIPE...]
 
-One process, one GPU, a GPT-3 of the 125M shape over the sources of Python. A seed decides initial weights, dropout and
-the order of the samples, so two runs of one seed differ by their number format alone. What is compared is the loss over
-the same validation samples after the last step, and the mean training loss of the last twenty steps. A recipe passes if
-its mean paired difference to BF16 is not larger than the standard deviation that seeds alone cause in BF16.
+One GPU, which a process for each precision shares, and a GPT-3 of the 125M shape, too small to keep the GPU busy alone,
+over the sources of Python. A seed decides initial weights, dropout and the order of the samples, so two runs of one
+seed differ by their number format alone. What is compared is the loss over the same validation samples after the last
+step, and the mean training loss of the last twenty steps. A recipe passes if its mean paired difference to BF16 is not
+larger than the standard deviation that seeds alone cause in BF16.
 
 All of it in deterministic mode, so that the first recipe's last run, saved half way and gone on with by a new engine,
 must have the same losses.
@@ -13,6 +14,7 @@ must have the same losses.
 
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -35,6 +37,8 @@ from .one_rank import OneRank
 if TYPE_CHECKING:
     from shardwright.parallel.mcore.engine import Engine
 
+ONE = "--one"
+"""Before the precision that a process is to train."""
 RECIPES = ("fp8_delayed", "fp8_current", "fp8_blockwise", "fp8_guide")
 SEEDS = (1, 2, 3)
 NUM_STEPS, NUM_LAST, NUM_EVALUATION = 300, 20, 8
@@ -117,23 +121,33 @@ def resumed_losses(rank: OneRank, config: Config, training: Stream, folder: Path
     return losses
 
 
-def main(results: Path, recipes: tuple[str, ...]) -> None:
+def run_all_seeds(precision: str, results: Path, *, resumes: bool) -> None:
+    """This process's share: every seed of one precision, written into `results`.
+
+    Args:
+        precision: choice of the group.
+        results: JSON file.
+        resumes: whether the last seed is trained once more, saved half way.
+    """
     rank, runs = OneRank("cuda", DETERMINISTIC), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as cache:
         training = {seed: open_stream("train", seed, NUM_STEPS, cache) for seed in SEEDS}
         validation = open_stream("validation", 0, NUM_EVALUATION, cache)
-        for precision in ("bf16", *recipes):
-            for seed in SEEDS:
-                run = train(rank, configuration(precision, seed, cache), training[seed], validation)
-                runs.append({"precision": precision, "seed": seed, **run})
-                shown = f"{run['losses'][0]:.4f} {run['last']:.4f} {run['validation']:.5f} {run['seconds']:.1f} s"
-                print(f"{precision} seed {seed}: {shown}", flush=True)
-                results.write_text(json.dumps(runs))
-            if precision == recipes[0]:
-                config = configuration(precision, SEEDS[-1], cache)
-                losses = resumed_losses(rank, config, training[SEEDS[-1]], Path(cache) / "saved")
-                equal = "the same losses" if losses == runs[-1]["losses"] else "OTHER LOSSES"
-                print(f"{precision}, saved after step {NUM_STEPS // 2} and gone on with: {equal}", flush=True)
+        for seed in SEEDS:
+            run = train(rank, configuration(precision, seed, cache), training[seed], validation)
+            runs.append({"precision": precision, "seed": seed, **run})
+            shown = f"{run['losses'][0]:.4f} {run['last']:.4f} {run['validation']:.5f} {run['seconds']:.1f} s"
+            print(f"{precision} seed {seed}: {shown}", flush=True)
+            results.write_text(json.dumps(runs))
+        if resumes:
+            config = configuration(precision, SEEDS[-1], cache)
+            losses = resumed_losses(rank, config, training[SEEDS[-1]], Path(cache) / "saved")
+            equal = "the same losses" if losses == runs[-1]["losses"] else "OTHER LOSSES"
+            print(f"{precision}, saved after step {NUM_STEPS // 2} and gone on with: {equal}", flush=True)
+
+
+def show(runs: list[dict[str, Any]], recipes: tuple[str, ...]) -> None:
+    """Print the table of every recipe against BF16, by validation loss and by the last training losses."""
     for measured in ("validation", "last"):
         bf16 = [run[measured] for run in runs if run["precision"] == "bf16"]
         deviation = statistics.stdev(bf16)
@@ -147,5 +161,22 @@ def main(results: Path, recipes: tuple[str, ...]) -> None:
             print(f"| {recipe} | {' '.join(f'{loss:.5f}' for loss in narrow)} | {shown} | {mean:+.5f} | {verdict} |")
 
 
+def main(results: Path, recipes: tuple[str, ...]) -> None:
+    """Start a process for each precision, all at once, and put together what they found."""
+    parts = {precision: results.with_suffix(f".{precision}.json") for precision in ("bf16", *recipes)}
+    command = [sys.executable, "-m", "tests.gpu.convergence", str(results)]
+    started = [subprocess.Popen([*command, ONE, precision]) for precision in parts]
+    codes = [process.wait() for process in started]
+    assert not any(codes), codes
+    runs = [run for part in parts.values() for run in json.loads(part.read_text())]
+    results.write_text(json.dumps(runs))
+    show(runs, recipes)
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), tuple(sys.argv[2:]) or RECIPES)
+    file, *chosen = sys.argv[1:]
+    if chosen[:1] == [ONE]:
+        part = Path(file).with_suffix(f".{chosen[1]}.json")
+        run_all_seeds(chosen[1], part, resumes=chosen[1] == RECIPES[0])
+    else:
+        main(Path(file), tuple(chosen) or RECIPES)
