@@ -75,6 +75,13 @@ def kernel(amax: torch.Tensor, histories: Any, scales: Any, algorithm: str, dtyp
         start += history.shape[1]
 
 
+class Layer:
+    """A module with FP8 state; unlike a namespace it can be referred to weakly."""
+
+    def __init__(self, fp8_meta: dict[str, Any]) -> None:
+        self.fp8_meta = fp8_meta
+
+
 def imitate(group: dist.ProcessGroup) -> dict[str, Any]:
     """Put the imitation in place, with two layers that are registered as their first call would."""
     quantization: Any = ModuleType("transformer_engine.pytorch.quantization")
@@ -89,7 +96,7 @@ def imitate(group: dist.ProcessGroup) -> dict[str, Any]:
     state.autocast_arguments["recipe,group"] = recipe, group
     for place, name in enumerate(NAMES):
         scaling = SimpleNamespace(amax_history=torch.zeros(4, COLUMNS), scale=torch.full((COLUMNS,), 224.0))
-        modules[name] = SimpleNamespace(fp8_meta={"scaling_fwd": scaling, "place in buffers": [place, KEY]})
+        modules[name] = Layer({"scaling_fwd": scaling, "place in buffers": [place, KEY]})
         state.global_amax_buffer.setdefault(KEY, []).append(scaling.amax_history[0])
         state.global_amax_history_buffer.setdefault(KEY, []).append(scaling.amax_history)
         state.global_scale_buffer.setdefault(KEY, []).append(scaling.scale)
