@@ -188,7 +188,8 @@ class Engine:
         """
         num_tokens = torch.stack([batch["loss_mask"].sum() for batch in microbatches]).sum()
         num_tokens = num_tokens.to(self.device, non_blocking=True)
-        dist.all_reduce(num_tokens, group=self.groups.dp_cp)
+        if self.groups.dp_cp.size() > 1:  # a collective of one rank takes a turn of its thread all the same
+            dist.all_reduce(num_tokens, group=self.groups.dp_cp)
         self._per_token.copy_(num_tokens.clamp(min=1).reciprocal())
 
     def _scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
@@ -306,7 +307,7 @@ class Engine:
 
         Collective: all-reduce(SUM) over dp-cp on the last stage, broadcast from it over pp.
         """
-        if self.is_last_stage:
+        if self.is_last_stage and self.groups.dp_cp.size() > 1:
             dist.all_reduce(sums, group=self.groups.dp_cp)
         if self.layout.pp > 1:
             dist.broadcast(sums, src=dist.get_process_group_ranks(self.groups.pp)[-1], group=self.groups.pp)
